@@ -1,0 +1,148 @@
+"""Every question about a version of torch or Detectron2 is asked here.
+
+What a feature needs:
+
+    all of the package              torch >= 2.4 (torch.amp.GradScaler with a device type, is_autocast_available)
+    bf16 on MPS                     torch >= 2.6
+    after_backward hooks            Detectron2 with HookBase.after_backward (March 2022); older ones never call them
+    gather_metric_period etc.       Detectron2 whose SimpleTrainer takes them; this package's AMPTrainer has them itself
+
+Detectron2's version string says 0.6 for the release of 2021 and for today's main, so features are found by signature.
+torch and Detectron2 are imported inside the functions: the module itself needs neither.
+"""
+
+import functools
+import inspect
+import platform
+
+MIN_TORCH = (2, 4)
+SETUP_COMMAND = "d2amp setup"
+
+_EXTRAS = {"lightning": "lightning", "pytorch_lightning": "lightning", "faster_coco_eval": "coco"}
+
+
+def missing_package_error(name, error):
+    """The ImportError to raise when `name` needs a package that is not there, with the command that installs it."""
+    missing = (error.name or "").split(".")[0]
+    if missing in ("torch", "torchvision", "detectron2"):
+        command = f"{SETUP_COMMAND}   (or: python -m d2amp_ext.setup_detectron2)"
+    elif missing in _EXTRAS:
+        command = f'pip install "d2amp-ext[{_EXTRAS[missing]}]"'
+    else:
+        command = f"pip install {missing or '<package>'}"
+    return ImportError(f"{name} needs {missing or 'a package'}, which is not installed ({error}). Type: {command}")
+
+
+def torch_version():
+    """(major, minor) of the installed torch."""
+    import torch
+
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def check_torch():
+    """Raises ImportError when torch is older than MIN_TORCH."""
+    if torch_version() < MIN_TORCH:
+        import torch
+
+        least = ".".join(map(str, MIN_TORCH))
+        raise ImportError(f"d2amp_ext needs torch >= {least}, found {torch.__version__}. Type: {SETUP_COMMAND}")
+
+
+def supported_kwargs(function, kwargs):
+    """The entries of `kwargs` that `function` takes."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(kwargs)
+    return {name: value for name, value in kwargs.items() if name in parameters}
+
+
+def has_compiled_ops():
+    """Whether Detectron2's compiled module (rotated boxes, deformable convolution, fast COCO evaluation) loads."""
+    try:
+        import detectron2._C  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def autocast_available(device_type):
+    """Whether torch.autocast knows this type of device."""
+    import torch
+
+    return torch.amp.is_autocast_available(device_type)
+
+
+@functools.lru_cache(maxsize=None)
+def native_precisions(device_type, index=None):
+    """Which of fp16, bf16 and tf32 a device computes in hardware, and which it can run at all.
+
+    Args:
+        device_type (str): "cpu", "cuda", "xpu", "mps" ...
+        index (int or None): which of several; None is the current one.
+
+    Returns:
+        (frozenset, frozenset): native, and runnable (native or emulated).
+    """
+    query = {"cpu": _cpu, "cuda": _cuda, "xpu": _xpu, "mps": _mps}.get(device_type)
+    if query is None:
+        return frozenset(), frozenset()
+    native, runnable = query(index)
+    return frozenset(native), frozenset(runnable | native)
+
+
+def _cpu(index):
+    import torch
+
+    def cpu_has(*names):
+        capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # newer than the _is_..._supported functions
+        return any(capabilities.get(name) or getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in names)
+
+    native = set()
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        if cpu_has("avx512_bf16", "amx_bf16"):
+            native.add("bf16")
+        if cpu_has("avx512_fp16", "amx_fp16"):
+            native.add("fp16")
+    elif torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        native.add("bf16")
+    return native, {"fp16", "bf16"}
+
+
+def _cuda(index):
+    import torch
+
+    if not torch.cuda.is_available():
+        return set(), set()
+    if torch.version.hip:
+        native = {"fp16"} | ({"bf16"} if torch.cuda.is_bf16_supported() else set())
+        return native, {"fp16", "bf16"}
+    capability = torch.cuda.get_device_capability(index)
+    native = {"fp16"} if capability >= (5, 3) else set()
+    if capability >= (8, 0):
+        native |= {"bf16", "tf32"}
+    return native, {"fp16"} | ({"bf16"} if torch.cuda.is_bf16_supported() else set())
+
+
+def _xpu(index):
+    import torch
+
+    available = hasattr(torch, "xpu") and torch.xpu.is_available()
+    return ({"fp16", "bf16"} if available else set()), set()
+
+
+def _mps(index):
+    import torch
+
+    if not torch.backends.mps.is_available():
+        return set(), set()
+    return {"fp16"}, ({"bf16"} if torch_version() >= (2, 6) else set())
+
+
+def gradient_norms(gradients):
+    """The L2 norm of each tensor, as fp32 scalars on the tensors' own devices."""
+    import torch
+
+    if gradients[0].device.type != "cpu" and all(g.dtype == torch.float32 for g in gradients):
+        return list(torch._foreach_norm(gradients))  # one kernel; torch.nn.utils.clip_grad_norm_ relies on it too
+    return [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]

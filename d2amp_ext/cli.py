@@ -1,0 +1,86 @@
+"""The command `d2amp`."""
+
+import argparse
+import importlib
+import logging
+import signal
+import sys
+
+from . import __version__, _compat
+from .errors import UserError
+
+# Name -> (module with add_arguments and run, one line of help).
+COMMANDS = {
+    "train": ("commands.train", "train and evaluate a model from a YAML config"),
+    "predict": ("commands.predict", "draw a model's predictions on images"),
+    "demo": ("commands.demo", "train a detector on real microscopy images in a few minutes"),
+    "setup": ("setup_detectron2", "install torch and Detectron2 where they are missing"),
+}
+
+DESCRIPTION = """
+Mixed-precision training and evaluation for Detectron2.
+
+first steps:
+  d2amp setup     install torch and Detectron2 where they are missing
+  d2amp demo      train a detector on real images and see it work
+  d2amp train --config-file COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml SOLVER.AMP.ENABLED True
+"""
+
+
+def main(argv=None):
+    """Runs a command.
+
+    Args:
+        argv (list[str] or None): None means sys.argv[1:].
+
+    Returns:
+        int: 0 done; 1 the run failed or gave up; 2 a user's mistake; 128+N ended by signal N.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser("d2amp", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"d2amp-ext {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_, text) in COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    command = parser.parse_known_args(argv[:1])[0].command
+    return run_command(command, argv[1:], prog=f"d2amp {command}")
+
+
+def run_command(name, argv=None, prog=None):
+    """Runs one command with its own arguments; what tools/*.py call. Returns the exit status."""
+    module_name, text = COMMANDS[name]
+    try:
+        module = importlib.import_module(f".{module_name}", __package__)
+        parser = argparse.ArgumentParser(prog=prog, description=text[0].upper() + text[1:] + ".")
+        parser.add_argument("--debug", action="store_true", help="show the traceback of a mistake")
+        module.add_arguments(parser)
+        args = parser.parse_args(argv)
+    except SystemExit as error:  # argparse: 0 after --help, 2 after a usage error
+        return error.code
+    try:
+        return module.run(args)
+    except UserError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if args.debug or (error.name or "").startswith(__package__):
+            raise
+        print(f"error: {_compat.missing_package_error(f'd2amp {name}', error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except FloatingPointError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Exception:
+        logging.getLogger(__package__).exception("The run failed:")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""`d2amp train` and tools/train_net.py: train and evaluate a model from a YAML config."""
+
+import logging
+import os
+from collections import OrderedDict
+
+EXAMPLES = """
+examples:
+  on this machine's GPU, or on its CPU where there is none
+    %(prog)s --config-file COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml SOLVER.AMP.ENABLED True
+  choose the precision: auto, bf16, fp16, tf32, fp32
+    %(prog)s --config-file cfg.yaml SOLVER.AMP.ENABLED True SOLVER.AMP.PRECISION bf16
+  eight GPUs; the same under torchrun
+    %(prog)s --num-gpus 8 --config-file cfg.yaml
+    torchrun --nproc-per-node 8 tools/train_net.py --config-file cfg.yaml
+  go on where a run stopped; evaluate only
+    %(prog)s --resume --config-file cfg.yaml
+    %(prog)s --eval-only --config-file cfg.yaml MODEL.WEIGHTS output/model_final.pth
+"""
+
+
+def add_arguments(parser):
+    """Detectron2's flags, and ours."""
+    import argparse
+
+    port = 2**15 + 2**14 + hash(getattr(os, "getuid", int)()) % 2**14  # as in Detectron2
+    parser.epilog = EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--config-file", default="", metavar="FILE",
+                        help="a path, a config of this package, or a name in Detectron2's model zoo")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in OUTPUT_DIR, if any")
+    parser.add_argument("--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS (or, with --resume, the last "
+                        "checkpoint) and do not train")  # fmt: skip
+    parser.add_argument("--num-gpus", type=int, default=1, metavar="N",
+                        help="GPUs on this machine; without GPUs, processes on the CPU (default: 1)")  # fmt: skip
+    parser.add_argument("--num-machines", type=int, default=1, metavar="N", help="machines (default: 1)")
+    parser.add_argument("--machine-rank", type=int, default=0, metavar="N", help="number of this machine, from 0")
+    parser.add_argument("--dist-url", default=f"tcp://127.0.0.1:{port}", metavar="URL",
+                        help="where the processes meet; auto picks a free port (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--trust", action="store_true",
+                        help="allow config files and weights that can run code")  # fmt: skip
+    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE",
+                        help="config overrides, after all flags: SOLVER.BASE_LR 0.01 DATASETS.TEST \"('mine',)\"")
+
+
+def run(args):
+    """Checks everything that can be checked without processes, then launches them. Returns the exit status."""
+    from ..launch import launch, local_processes
+
+    if local_processes(args) > 1:
+        _load(args)  # a mistake is reported once, here, and not by every rank
+    launch(main, args)
+    return 0
+
+
+def main(args):
+    """One process of the run.
+
+    Returns:
+        OrderedDict: results of evaluation, on the main rank.
+    """
+    from detectron2.engine import default_setup, hooks
+    from detectron2.evaluation import verify_results
+    from detectron2.utils import comm
+
+    from ..checkpoint import PrecisionCheckpointer
+    from ..config import write_stock_config
+    from ..default_trainer import PrecisionTrainer
+
+    cfg = _load(args)
+    cfg.freeze()
+    default_setup(cfg, args)
+    if args.trust:
+        logging.getLogger("d2amp_ext").warning("--trust: config files and weights may run code.")
+    if comm.is_main_process():
+        write_stock_config(cfg, os.path.join(cfg.OUTPUT_DIR, "config_stock.yaml"))
+
+    if args.eval_only:
+        model = PrecisionTrainer.build_model(cfg)
+        checkpointer = PrecisionCheckpointer(model, save_dir=cfg.OUTPUT_DIR)
+        checkpointer.trust = args.trust
+        checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
+        results = PrecisionTrainer.test(cfg, model)
+        if cfg.TEST.AUG.ENABLED:
+            results.update(test_with_tta(cfg, model))
+        if comm.is_main_process():
+            verify_results(cfg, results)
+        return results
+
+    trainer = PrecisionTrainer(cfg)
+    trainer.checkpointer.trust = args.trust
+    trainer.resume_or_load(resume=args.resume)
+    if cfg.TEST.AUG.ENABLED:
+        trainer.register_hooks([hooks.EvalHook(0, lambda: test_with_tta(cfg, trainer.model))])
+    return trainer.train()
+
+
+def test_with_tta(cfg, model):
+    """Evaluates with test-time augmentation, in the precision of TEST.AMP. Result names end in "_TTA"."""
+    from detectron2.modeling import GeneralizedRCNNWithTTA
+
+    from ..default_trainer import PrecisionTrainer
+
+    folder = os.path.join(cfg.OUTPUT_DIR, "inference_TTA")
+    evaluators = [PrecisionTrainer.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
+    results = PrecisionTrainer.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
+    return OrderedDict((f"{name}_TTA", value) for name, value in results.items())
+
+
+def _load(args):
+    from detectron2.utils import comm
+    from detectron2.utils.logger import setup_logger
+
+    from ..config import load_cfg
+    from ..config_files import find_config
+    from ..launch import choose_device, world_size
+    from ..preflight import check_output, check_run
+
+    if args.config_file:
+        args.config_file = find_config(args.config_file)
+    cfg = load_cfg(args.config_file, args.opts, trust=args.trust)
+    check_output(cfg.OUTPUT_DIR)
+    setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2amp_ext")
+    choose_device(cfg)
+    check_run(cfg, train=not args.eval_only, resume=args.resume, world_size=world_size(args))
+    return cfg

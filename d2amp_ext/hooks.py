@@ -1,0 +1,103 @@
+"""Detectron2's default hooks where a skipped update, several ranks or an exact resume ask for more.
+
+Class names are Detectron2's: a checkpoint stores the state of a hook under the name of its class.
+"""
+
+import math
+import warnings
+
+from detectron2.engine import HookBase, hooks
+
+
+class LRScheduler(hooks.LRScheduler):
+    """Steps the schedule after every iteration, or with `hold_on_skip` only after iterations that made an update."""
+
+    def __init__(self, optimizer=None, scheduler=None, hold_on_skip=False):
+        super().__init__(optimizer, scheduler)
+        self._hold_on_skip = hold_on_skip
+
+    def after_step(self):
+        step = self.trainer.last_step
+        if step is None or not step.skipped:
+            super().after_step()
+        elif self._hold_on_skip:
+            rate = self._optimizer.param_groups[self._best_param_group_id]["lr"]
+            self.trainer.storage.put_scalar("lr", rate, smoothing_hint=False)
+        else:
+            with warnings.catch_warnings():
+                # True when the first updates are skipped, and nothing that a user could act on.
+                warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
+                super().after_step()
+
+
+class PeriodicCheckpointer(hooks.PeriodicCheckpointer):
+    """Saves on the main rank, with the random states and data positions of all. Registered on every rank."""
+
+    def after_step(self):
+        if self.is_due():
+            self.trainer.gather_rank_states()
+        super().after_step()
+
+    def is_due(self):
+        """Whether a checkpoint is written after this iteration."""
+        done = self.trainer.iter + 1
+        return (self.period > 0 and done % self.period == 0) or done >= self.trainer.max_iter
+
+
+class EvalHook(hooks.EvalHook):
+    """Evaluates, then writes a checkpoint of this iteration again, for evaluation draws random numbers.
+
+    The checkpoint written before it, which a failing evaluation must not cost, says that evaluation is still to come:
+    a run resumed from that one evaluates first.
+    """
+
+    def _do_eval(self):
+        evaluate, self._func = self._func, lambda: finite(evaluate())
+        try:
+            super()._do_eval()
+        finally:
+            self._func = evaluate
+
+    def after_step(self):
+        super().after_step()
+        if not self._is_due(self.trainer.iter + 1):
+            return
+        self.trainer.evaluated_iter = self.trainer.iter
+        for hook in self.trainer._hooks:
+            if type(hook) is PeriodicCheckpointer and hook.is_due():
+                hook.after_step()
+
+    def _is_due(self, iterations_done):
+        return self._period > 0 and iterations_done % self._period == 0 and iterations_done != self.trainer.max_iter
+
+    def catch_up(self):
+        """Evaluates at the start of a resumed run if its checkpoint was written just before an evaluation."""
+        trainer = self.trainer
+        if self._is_due(trainer.start_iter) and trainer.evaluated_iter != trainer.start_iter - 1:
+            trainer.storage.iter = trainer.start_iter - 1
+            self._do_eval()
+            trainer.evaluated_iter = trainer.start_iter - 1
+            trainer.storage.iter = trainer.start_iter
+
+
+def finite(results):
+    """Nested results without NaN and infinity, which JSON cannot hold; COCO's figures are NaN where nothing is to find."""
+    if not isinstance(results, dict):
+        return results
+    nested = {name: finite(value) for name, value in results.items()}
+    return {name: value for name, value in nested.items() if isinstance(value, dict) or math.isfinite(float(value))}
+
+
+class AfterBackward(HookBase):
+    """Passes `after_backward` of the inner trainer on to the hooks of the outer one, which Detectron2 leaves out."""
+
+    def __init__(self, outer):
+        """
+        Args:
+            outer: a weak proxy of the outer trainer.
+        """
+        self._outer = outer
+
+    def after_backward(self):
+        for hook in self._outer._hooks:
+            hook.after_backward()

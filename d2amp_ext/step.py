@@ -1,0 +1,248 @@
+"""One update: from losses to an optimizer step or a skip, on one rank or many."""
+
+import contextlib
+import logging
+from dataclasses import dataclass
+from typing import Dict, Optional
+
+import torch
+import torch.distributed as dist
+from detectron2.utils import comm
+
+from . import _compat
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step did. Tensors are detached and stay on their devices, so that keeping a record waits for nothing.
+
+    Attributes:
+        iteration (int): the update that was tried, from 0.
+        skipped (bool): whether it was skipped.
+        cause (str or None): None, or why it was skipped: "loss" (a loss was not finite), "gradient", "forward" (the
+            forward pass itself raised FloatingPointError), "no_gradient" (no parameter has one).
+        skips (int): skipped updates so far, this one included.
+        skips_in_row (int): skipped updates in a row up to this one; 0 after an update.
+        losses (dict[str, Tensor]): the losses by name, fp32 scalars, averaged over the window's micro-batches. Without
+            those of a forward that raised.
+        grad_norm (Tensor or None): the L2 norm of all unscaled gradients before clipping, an fp32 scalar; infinite or
+            NaN when they are not finite, None when there was no backward or no gradient.
+        scale (Tensor): the gradient scale of this step, an fp32 scalar; 1 without a scaler.
+    """
+
+    iteration: int
+    skipped: bool
+    cause: Optional[str]
+    skips: int
+    skips_in_row: int
+    losses: Dict[str, torch.Tensor]
+    grad_norm: Optional[torch.Tensor] = None
+    scale: Optional[torch.Tensor] = None
+
+
+class NonFiniteError(FloatingPointError):
+    """Training gave up: a step was not finite and the policy says "raise", or too many in a row were skipped.
+
+    Attributes:
+        record (StepRecord): the last step.
+    """
+
+    def __init__(self, message, record):
+        super().__init__(message)
+        self.record = record
+
+
+def amp_step(
+    losses, optimizer, *, policy, scaler, iteration=0, previous=None, micro_batches=1, after_backward=None, context=""
+):
+    """Backward, unscale, check, clip, step or skip, and scaler update.
+
+    All ranks step or all skip. An optimizer that clips inside `step()`, as Detectron2's do, clips true gradients.
+    Costs one device read. Gradients are not zeroed here: do it before the first backward of a window.
+
+    Args:
+        losses: a scalar Tensor or a dict of them, for one micro-batch; or an iterator that runs the forward pass of
+            one micro-batch each time it is advanced and yields such a value (with DistributedDataParallel, from inside
+            `model.no_sync()` for all but the last). FloatingPointError from the iterator counts as a non-finite loss.
+        optimizer (torch.optim.Optimizer): its parameters hold the gradients.
+        policy (PrecisionPolicy): resolved.
+        scaler (torch.amp.GradScaler): as `policy.make_scaler()` gives it.
+        iteration (int): number of this update, for the record and messages.
+        previous (StepRecord or None): the record of the step before, from which counts of skips go on.
+        micro_batches (int): how many values `losses` yields; the update uses their mean.
+        after_backward (callable or None): called with true gradients in place, before the check.
+        context (str or callable): added to the message that ends a run (learning rate, image files ...).
+
+    Returns:
+        StepRecord
+
+    Raises:
+        NonFiniteError: (a FloatingPointError) when the policy gives up; the skip itself is complete by then.
+    """
+    device = torch.device(policy.device) if policy.device else _parameters(optimizer)[0].device
+    scale = scaler.scale(torch.ones((), device=device))
+    means, total, failure = _backward_window(losses, scaler, micro_batches)
+    gradients, norm, cause = [], None, "forward"
+    if not failure:
+        scaler.unscale_(optimizer)
+        if after_backward is not None:
+            after_backward()
+        gradients = _gradients(optimizer)
+        norm = _global_norm(gradients)
+        cause = _agree_on_cause(total, norm, gradients, device)
+    if cause is None:
+        optimizer.step()
+        _update_scaler(scaler, policy)
+    else:
+        _back_off(scaler, policy, cause)
+    skips, skips_in_row = (previous.skips, previous.skips_in_row) if previous else (0, 0)
+    record = StepRecord(
+        iteration=iteration,
+        skipped=cause is not None,
+        cause=cause,
+        skips=skips + (cause is not None),
+        skips_in_row=skips_in_row + 1 if cause else 0,
+        losses=means,
+        grad_norm=norm,
+        scale=scale,
+    )
+    if cause is not None:
+        _report_skip(record, policy, failure, context)
+    return record
+
+
+def _backward_window(losses, scaler, micro_batches):
+    """Runs backward for every micro-batch. Returns mean losses, their sum (or None) and what a forward raised."""
+    if isinstance(losses, (torch.Tensor, dict)):
+        losses = iter([losses])
+    means, total = {}, None
+    with contextlib.closing(losses) if hasattr(losses, "close") else contextlib.nullcontext():
+        for _ in range(micro_batches):
+            failure = None
+            try:
+                loss_dict = next(losses)
+            except FloatingPointError as error:
+                failure = error
+            # A rank that raised has no backward to run; the others would wait for it in theirs.
+            if _any_rank(failure is not None):
+                return means, None, failure or "the forward pass of another rank was not finite"
+            if isinstance(loss_dict, torch.Tensor):
+                loss_dict = {"total_loss": loss_dict}
+            # The same order of additions as in Detectron2; fp32 losses are summed as they are.
+            loss = sum(value.float() if value.dtype.itemsize < 4 else value for value in loss_dict.values())
+            if micro_batches > 1:
+                loss = loss / micro_batches
+            scaler.scale(loss).backward()
+            total = loss.detach() if total is None else total + loss.detach()
+            for name, value in loss_dict.items():
+                value = value.detach().float() if micro_batches == 1 else value.detach().float() / micro_batches
+                means[name] = means[name] + value if name in means else value
+    return means, total, None
+
+
+def _parameters(optimizer):
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _gradients(optimizer):
+    gradients = [parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None]
+    return [g.coalesce().values() if g.is_sparse else g for g in gradients]
+
+
+def _global_norm(gradients):
+    if not gradients:
+        return None
+    by_device = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient.detach())
+    target = gradients[0].device
+    norms = [norm.to(target) for group in by_device.values() for norm in _compat.gradient_norms(group)]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _agree_on_cause(total, norm, gradients, device):
+    """None, or why this step must be skipped, the same on every rank. The one device read of a step."""
+    has_gradient = torch.full((), float(norm is not None), device=device)
+    norm = torch.zeros((), device=device) if norm is None else norm.to(device)
+    flags = torch.stack([~torch.isfinite(total.to(device)), ~torch.isfinite(norm), has_gradient.bool()]).float()
+    loss_bad, gradient_bad, any_gradient = _max_over_ranks(flags).tolist()
+    if loss_bad:
+        return "loss"
+    if gradient_bad:
+        # Squares of large finite gradients overflow the norm: look at the values themselves before dropping a step.
+        bad = [~torch.isfinite(gradient).all().to(device) for gradient in gradients]
+        flag = torch.stack(bad).any().float() if bad else torch.zeros((), device=device)
+        return "gradient" if _max_over_ranks(flag[None]).item() else None
+    return None if any_gradient else "no_gradient"
+
+
+def _max_over_ranks(flags):
+    if comm.get_world_size() > 1:
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return flags
+
+
+def _any_rank(flag):
+    """Whether `flag`, a bool that the host knows, is set on any rank. Waits for ranks, not for a device."""
+    return any(comm.all_gather(flag))  # over gloo, on the host
+
+
+def _update_scaler(scaler, policy):
+    if scaler.is_enabled():
+        scaler.update(policy.scaler.static or None)
+
+
+def _back_off(scaler, policy, cause):
+    """Lowers the scale after a skip, on this rank as on the others, whether or not its own gradients overflowed.
+
+    With public calls only: the state is read and loaded, which costs reads in a skipped step and none in others.
+    """
+    if not scaler.is_enabled():
+        return
+    state = scaler.state_dict()
+    if policy.scaler.static:
+        state["scale"] = policy.scaler.static
+    elif cause != "no_gradient":
+        state["scale"] = max(state["scale"] * state["backoff_factor"], policy.scaler.min_scale)
+        state["_growth_tracker"] = 0
+    scaler.update(state["scale"])  # with a value, it forgets that gradients were unscaled and asks for no check of them
+    scaler.load_state_dict(state)
+
+
+_CAUSES = {
+    "loss": "a loss is not finite",
+    "gradient": "a gradient is not finite",
+    "forward": "the forward pass met values that are not finite",
+    "no_gradient": "no parameter has a gradient",
+}
+
+
+def _report_skip(record, policy, failure, context):
+    text = f"iteration {record.iteration}: {_CAUSES[record.cause]}" + (f" ({failure})" if failure else "")
+    bad = [name for name, value in record.losses.items() if not torch.isfinite(value)]
+    if bad:
+        text += f" ({', '.join(bad)})"
+    scale = f", gradient scale {record.scale.item():g}" if policy.precision == "fp16" else ""
+    counts = f"{record.skips} skipped so far, {record.skips_in_row} in a row"
+    if policy.nonfinite != "raise" and record.skips_in_row <= policy.max_consecutive_skips:
+        logger.warning(f"Skipped the update of {text}{scale}; {counts}.")
+        return
+    why = (
+        "SOLVER.AMP.NONFINITE is 'raise'"
+        if policy.nonfinite == "raise"
+        else f"more than SOLVER.AMP.MAX_CONSECUTIVE_SKIPS = {policy.max_consecutive_skips} in a row"
+    )
+    advice = {
+        "fp16": "Try SOLVER.AMP.PRECISION bf16 or fp32, a lower SOLVER.BASE_LR, or a longer warm-up.",
+        "bf16": "Try SOLVER.AMP.PRECISION fp32, a lower SOLVER.BASE_LR, or a longer warm-up.",
+    }.get(policy.precision, "Try a lower SOLVER.BASE_LR, a longer warm-up, or SOLVER.CLIP_GRADIENTS; check the data.")
+    if record.cause == "no_gradient":
+        advice = "Check which parameters are frozen and that the losses depend on the others."
+    details = context() if callable(context) else context
+    raise NonFiniteError(
+        f"Training stopped at {text}; {why}. Precision {policy.precision}{scale}; {counts}."
+        f"{' ' + details if details else ''} {advice}",
+        record,
+    )
