@@ -3,8 +3,10 @@
 import argparse
 import importlib
 import logging
+import os
 import signal
 import sys
+import warnings
 
 from . import __version__, _compat
 from .errors import UserError
@@ -49,6 +51,7 @@ def main(argv=None):
 def run_command(name, argv=None, prog=None):
     """Runs one command with its own arguments; what tools/*.py call. Returns the exit status."""
     module_name, text = COMMANDS[name]
+    _hush_torch_jit()
     try:
         module = importlib.import_module(f".{module_name}", __package__)
         parser = argparse.ArgumentParser(prog=prog, description=text[0].upper() + text[1:] + ".")
@@ -80,6 +83,14 @@ def run_command(name, argv=None, prog=None):
     except Exception:
         logging.getLogger(__package__).exception("The run failed:")
         return 1
+
+
+def _hush_torch_jit():
+    """Detectron2 scripts functions when it is imported, and torch warns about each one in every process."""
+    message = "`torch.jit.script` is deprecated"
+    warnings.filterwarnings("ignore", message=message, category=FutureWarning)
+    ours = f"ignore:{message}:FutureWarning"
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), ours]))
 
 
 if __name__ == "__main__":

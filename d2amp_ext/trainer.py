@@ -139,10 +139,13 @@ class AMPTrainer(_AMPTrainer):
         """Yields the losses of one micro-batch after another; the caller runs backward in between."""
         if self.zero_grad_before_forward:
             self.optimizer.zero_grad()
+        # A forward that raised on one rank leaves DDP of the others waiting for a backward, which no_sync() would not
+        # end: after it, every micro-batch is reduced once.
+        reduce_all = self.last_step is not None and self.last_step.cause == "forward"
+        can_defer = isinstance(self.model, DistributedDataParallel) and not reduce_all
         for number, batch in enumerate(batches, 1):
-            last = number == len(batches)
-            ddp = isinstance(self.model, DistributedDataParallel)
-            with contextlib.nullcontext() if last or not ddp else self.model.no_sync():
+            defer = can_defer and number < len(batches)
+            with self.model.no_sync() if defer else contextlib.nullcontext():
                 with self.policy.autocast():
                     losses = self.model(batch)
                 if number == 1 and not self.zero_grad_before_forward:
