@@ -192,6 +192,8 @@ class PrecisionPolicy:
         Raises:
             UserError: when the device cannot run an explicit choice.
         """
+        if self.device == str(torch.device(device)):
+            return self
         policy = self._resolve(torch.device(device))
         logger.info(f"{purpose}: {policy.describe()}")
         return policy

@@ -19,6 +19,14 @@ except ImportError:  # Windows: two set-ups at once are not held apart there
     fcntl = None
 
 
+NEW = "new environment"  # in the lock file until the first set-up is done: anything may have been stopped half-way
+
+
+def lock_file(prefix):
+    """The file of an environment that set-ups lock, and in which they note what they are installing."""
+    return Path(prefix) / ".d2amp-setup.lock"
+
+
 class CommandFailed(Exception):
     """A program did not succeed.
 
@@ -38,11 +46,12 @@ class Environment:
 
     Args:
         quiet: keep pip's output back and show it only when pip fails.
+        prefix: folder of the lock and the stamp; None: that of the environment.
     """
 
-    def __init__(self, quiet=False):
+    def __init__(self, quiet=False, prefix=None):
         self.quiet = quiet
-        self._prefix = Path(sys.prefix)
+        self._prefix = Path(prefix or sys.prefix)
         self._lock = None
 
     def probe(self):
@@ -136,10 +145,10 @@ class Environment:
         """Holds the environment for one set-up.
 
         Yields:
-            str: what was being installed when the last set-up was stopped; "" when it came to its end.
+            str: what was being installed when the last set-up was stopped; "" when it came to its end; NEW.
         """
         try:
-            file = open(self._prefix / ".d2amp-setup.lock", "a+", encoding="utf-8")
+            file = open(lock_file(self._prefix), "a+", encoding="utf-8")
         except OSError:  # not ours to write to: pip will say so, or put things elsewhere
             yield ""
             return

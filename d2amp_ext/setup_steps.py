@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from ._compat import MIN_TORCH
-from .setup_environment import CommandFailed, brings
+from .setup_environment import NEW, CommandFailed, brings
 from .setup_probe import version_tuple
 from .setup_wheel import SAL_DETECTRON2, WheelError, repack
 
@@ -69,8 +69,9 @@ class Setup:
             return seen
 
     def _ensure(self, stopped_in):
-        if stopped_in:
+        if stopped_in not in ("", NEW):
             say(f"The last set-up was stopped while it installed {stopped_in}; going on with it.")
+        if stopped_in:
             self._repair()
         say("Looking at what this Python imports ...")
         seen = self._ensure_torch(self.environment.probe())

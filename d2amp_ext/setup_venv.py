@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from ._compat import MIN_TORCH
-from .setup_environment import CommandFailed
+from .errors import UserError
+from .setup_environment import NEW, CommandFailed, lock_file
 from .setup_probe import probe, version_tuple
 
 
@@ -20,12 +21,12 @@ def make_venv(folder):
         folder: where; it must be new, empty or a virtual environment.
 
     Raises:
-        FileExistsError: the folder holds something else.
+        UserError: the folder holds something else.
         CommandFailed: the environment could not be made.
     """
     folder = Path(folder)
     if not (folder / "pyvenv.cfg").is_file() and any(path.is_file() for path in folder.rglob("*")):
-        raise FileExistsError(f"{folder} holds files and is not a virtual environment: give another folder")
+        raise UserError(f"--make-venv: {folder} holds files and is not a virtual environment; name another folder")
     seen = probe(names=("torch", "torchvision"))
     keeps = all(found["ok"] for found in seen.values()) and version_tuple(seen["torch"]["version"]) >= MIN_TORCH
     if keeps:
@@ -36,6 +37,7 @@ def make_venv(folder):
         raise CommandFailed(command, done.returncode, done.stdout)
     if keeps and sys.prefix != sys.base_prefix:
         _inherit(folder)
+    lock_file(folder).write_text(NEW, encoding="utf-8")
 
 
 def _inherit(folder):
