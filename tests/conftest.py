@@ -85,3 +85,24 @@ def run_tool(datasets_dir):
         return done
 
     return run
+
+
+@pytest.fixture
+def fresh_loggers():
+    """Detectron2 sets a logger up once a process and keeps its streams: forget them before and after a test."""
+    import logging
+
+    from detectron2.utils import logger
+
+    def forget():
+        logger.setup_logger.cache_clear()
+        logger._cached_log_stream.cache_clear()
+        for name in ("detectron2", "fvcore", "d2amp_ext"):
+            kept = logging.getLogger(name)
+            kept.handlers.clear()
+            kept.setLevel(logging.NOTSET)
+            kept.propagate = True
+
+    forget()
+    yield
+    forget()
