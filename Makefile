@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 # Each stamp is written when its step is done: a set-up that was stopped goes on where it was.
 MADE := $(VENV)/.d2amp-venv
 READY := $(VENV)/.d2amp-ready
-SETUP_SOURCES := setup.py pyproject.toml $(wildcard d2amp_ext/setup_*.py)
+SETUP_SOURCES := setup.py pyproject.toml d2amp_ext/setup_detectron2.py $(wildcard d2amp_ext/installer/*.py)
 
 # Made again: an environment whose Python is gone. Set up again: one of a checkout that was moved.
 ifneq ($(shell $(PY) -c "print('runs')" 2>/dev/null),runs)

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from .errors import UserError
-from .setup_environment import CommandFailed, Environment
-from .setup_steps import AGAIN, PIP, Setup, SetupError, first_line
-from .setup_venv import make_venv
-from .setup_wheel import NOTE_NAME
+from .installer.environment import CommandFailed, Environment
+from .installer.steps import AGAIN, PIP, Setup, SetupError, first_line
+from .installer.venv import make_venv
+from .installer.wheel import NOTE_NAME
 
 
 def add_arguments(parser):

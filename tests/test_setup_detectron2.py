@@ -16,11 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from d2amp_ext import setup_detectron2, setup_environment, setup_probe, setup_steps, setup_venv
+from d2amp_ext import setup_detectron2
+from d2amp_ext.installer import environment as setup_environment
+from d2amp_ext.installer import probe as setup_probe
+from d2amp_ext.installer import steps as setup_steps
+from d2amp_ext.installer import venv as setup_venv
 from d2amp_ext.errors import UserError
-from d2amp_ext.setup_environment import NEW, CommandFailed, Environment
-from d2amp_ext.setup_steps import Setup, SetupError
-from d2amp_ext.setup_wheel import NOTE_NAME, SAL_DETECTRON2, Edit, Recipe, WheelError, repack
+from d2amp_ext.installer.environment import NEW, CommandFailed, Environment
+from d2amp_ext.installer.steps import Setup, SetupError
+from d2amp_ext.installer.wheel import NOTE_NAME, SAL_DETECTRON2, Edit, Recipe, WheelError, repack
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = "/env/lib/site-packages"
@@ -648,7 +652,7 @@ def test_the_stamp_does_not_outlive_a_removed_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(site))
 
     def in_a_new_process(action):
-        start = f"from d2amp_ext.setup_environment import Environment; e = Environment(prefix={str(tmp_path)!r})"
+        start = f"from d2amp_ext.installer.environment import Environment; e = Environment(prefix={str(tmp_path)!r})"
         code = f"{start}; {action}"
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
         return done.stdout.strip()
@@ -662,7 +666,7 @@ def test_the_stamp_does_not_outlive_a_removed_torch(tmp_path, monkeypatch):
 def test_a_killed_setup_leaves_word_of_what_it_did(tmp_path):
     code = f"""
         import os, signal
-        from d2amp_ext.setup_environment import Environment
+        from d2amp_ext.installer.environment import Environment
         environment = Environment(prefix={str(tmp_path)!r})
         with environment.lock() as stopped_in:
             assert stopped_in == ""
@@ -685,7 +689,7 @@ def test_a_pip_that_outlives_its_setup_is_waited_for(tmp_path):
     # `pip` is here a sleep that notes when it ends.
     code = f"""
         import os, signal, subprocess, sys
-        from d2amp_ext import setup_environment
+        from d2amp_ext.installer import environment as setup_environment
         real = subprocess.run
         def pretended(command, **options):
             sleep = "import time; time.sleep(3); open('{tmp_path}/ended', 'w').close()"

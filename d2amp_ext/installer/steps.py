@@ -9,10 +9,10 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from ._compat import MIN_TORCH
-from .setup_environment import NEW, CommandFailed, brings
-from .setup_probe import version_tuple
-from .setup_wheel import SAL_DETECTRON2, WheelError, repack
+from .._compat import MIN_TORCH
+from .environment import NEW, CommandFailed, brings
+from .probe import version_tuple
+from .wheel import SAL_DETECTRON2, WheelError, repack
 
 OFFICIAL = "https://github.com/facebookresearch/detectron2"
 REACH_SECONDS = 12  # for the official repository to answer
@@ -50,7 +50,7 @@ class Setup:
         """Makes torch, torchvision, pkg_resources and Detectron2 importable.
 
         Returns:
-            dict or None: the probe after that, see `setup_probe.probe`; None after a dry run that found work to do.
+            dict or None: the probe after that, see `probe.probe`; None after a dry run that found work to do.
 
         Raises:
             SetupError: one of them is there and must not be replaced, or could not be installed.

@@ -5,10 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ._compat import MIN_TORCH
-from .errors import UserError
-from .setup_environment import NEW, CommandFailed, lock_file
-from .setup_probe import probe, version_tuple
+from .._compat import MIN_TORCH
+from ..errors import UserError
+from .environment import NEW, CommandFailed, lock_file
+from .probe import probe, version_tuple
 
 
 def make_venv(folder):

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from .setup_probe import fingerprint, incomplete_distributions, probe
+from .probe import fingerprint, incomplete_distributions, probe
 
 try:
     import fcntl
@@ -55,7 +55,7 @@ class Environment:
         self._lock = None
 
     def probe(self):
-        """What this interpreter imports, see `setup_probe.probe`."""
+        """What this interpreter imports, see `probe.probe`."""
         return probe()
 
     def incomplete(self):
