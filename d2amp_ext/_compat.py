@@ -18,18 +18,19 @@ import platform
 MIN_TORCH = (2, 4)
 SETUP_COMMAND = "d2amp setup"
 
+_DISTRIBUTIONS = {"PIL": "Pillow", "yaml": "PyYAML"}
 _EXTRAS = {"lightning": "lightning", "pytorch_lightning": "lightning", "faster_coco_eval": "coco"}
 
 
 def missing_package_error(name, error):
     """The ImportError to raise when `name` needs a package that is not there, with the command that installs it."""
     missing = (error.name or "").split(".")[0]
-    if missing in ("torch", "torchvision", "detectron2"):
+    if missing in ("torch", "torchvision", "detectron2", "cv2"):
         command = f"{SETUP_COMMAND}   (or: python -m d2amp_ext.setup_detectron2)"
     elif missing in _EXTRAS:
         command = f'pip install "d2amp-ext[{_EXTRAS[missing]}]"'
     else:
-        command = f"pip install {missing or '<package>'}"
+        command = f"pip install {_DISTRIBUTIONS.get(missing, missing) or '<package>'}"
     return ImportError(f"{name} needs {missing or 'a package'}, which is not installed ({error}). Type: {command}")
 
 

@@ -115,7 +115,7 @@ class PrecisionCheckpointer(DetectionCheckpointer):
             CheckpointError: for a file that is missing, damaged, or would run code when `trust` is False.
         """
         try:
-            if path and "://" not in path and not os.path.isfile(path):
+            if path and "://" not in path and not os.path.isfile(path.split("?")[0]):
                 raise CheckpointError(f"The checkpoint {path} does not exist.")
             return super().load(path, *args, **kwargs)
         finally:
@@ -144,10 +144,16 @@ def _reading(filename, read):
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"The checkpoint {filename} is damaged, or holds objects other than tensors and plain types, which could run "
-            f"code when read ({_first_line(error)}). {TRUST_HINT}"
+            f"code when read ({_refused(error)}). {TRUST_HINT}"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, AssertionError) as error:
         raise CheckpointError(f"The checkpoint {filename} is damaged: {_first_line(error)}") from error
+
+
+def _refused(error):
+    """What an unpickler would not take: the name of the object where torch gives it."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return f"it asks for {found[1]}" if found else _first_line(error)
 
 
 def _first_line(error):

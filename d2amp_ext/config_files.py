@@ -91,7 +91,7 @@ def _read(filename, trust, readers):
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The config {filename} cannot be read as a text file: {error}") from error
-    config = _parse(text, filename, trust)
+    config = _parse(text, filename, trust or _is_of_detectron2(filename))
     bases = config.pop(BASE_KEY, None) or []
     merged = {}
     for base in [bases] if isinstance(bases, str) else bases:
@@ -99,6 +99,11 @@ def _read(filename, trust, readers):
         _merge(_read(find_config(base, relative_to=folder), trust, (*readers, filename)), merged, filename)
     _merge(config, merged, filename)
     return merged
+
+
+def _is_of_detectron2(filename):
+    """Whether the file was installed with Detectron2, whose Base-RetinaNet.yaml computes its anchors by a tag."""
+    return Path(filename).resolve().is_relative_to(zoo_dir().resolve())
 
 
 def _parse(text, filename, trust):

@@ -20,8 +20,8 @@ def at_confidence(predictions, confidence):
     if "sem_seg" in predictions or "panoptic_seg" in predictions:
         return predictions
     raise UserError(
-        f"The model returns {', '.join(predictions)}; drawn are instances, panoptic_seg and sem_seg. Choose a config of "
-        "a whole detector."
+        f"The model returns {', '.join(predictions)}; drawn are instances, panoptic_seg and sem_seg. Choose a config "
+        "of a whole detector."
     )
 
 

@@ -51,6 +51,7 @@ WORKING = {
     "torch": there("torch", "2.6.0+cpu", build="no CUDA", owners={"torch": "2.6.0"}),
     "torchvision": there("torchvision", "0.21.0"),
     "pkg_resources": there("pkg_resources", None, owners={"setuptools": "80.0"}),
+    "cv2": there("cv2", "4.12.0", owners={"opencv-python-headless": "4.12.0.88"}),
     "detectron2": there("detectron2", "0.6", compiled_error="No module named 'detectron2._C'"),
 }
 EMPTY = {name: absent(name) for name in WORKING}
@@ -137,7 +138,8 @@ def installs(*names):
     return {name: WORKING[name] for name in names}
 
 
-FULL = [("torchvision", installs("torch", "torchvision")), ("setuptools", installs("pkg_resources"))]
+FULL = [("torchvision", installs("torch", "torchvision")), ("setuptools", installs("pkg_resources")),
+        ("opencv", installs("cv2"))]  # fmt: skip
 D2_BY_INDEX = ("-py3-none-any.whl", installs("detectron2"))
 D2_OFFICIAL = ("git+", installs("detectron2"))
 
@@ -204,20 +206,20 @@ def test_a_stamp_saves_the_probe(monkeypatch):
 def test_empty_machine_without_the_official_repository(capsys):
     environment = PretendedEnvironment(EMPTY, [*FULL, D2_BY_INDEX])
     assert Setup(environment).run() == WORKING
-    torch, setuptools, download, install = environment.calls
+    torch, setuptools, opencv, download, install = environment.calls
     assert torch == "install torch torchvision"
-    assert setuptools == "install setuptools<81"
+    assert setuptools == "install setuptools<81" and opencv == "install opencv-python-headless"
     assert download.startswith("download --no-deps --python-version 3.10") and download.endswith(FAKE.requirement)
     assert install.startswith("install ") and install.endswith("fake_detectron2-0.7.2-py3-none-any.whl")
     assert environment.asked == [(setup_steps.OFFICIAL, setup_steps.REACH_SECONDS)]
     assert "cannot be reached (no route)" in capsys.readouterr().out
-    assert environment.marks[-1] == "" and {"torch", "setuptools", "detectron2"} <= set(environment.marks)
+    assert environment.marks[-1] == "" and {"torch", "setuptools", "opencv", "detectron2"} <= set(environment.marks)
 
 
 def test_empty_machine_with_the_official_repository():
     environment = PretendedEnvironment(EMPTY, [*FULL, D2_OFFICIAL], unreachable=None)
     Setup(environment).run()
-    assert environment.calls[2:] == [f"install --no-build-isolation git+{setup_steps.OFFICIAL}"]
+    assert environment.calls[3:] == [f"install --no-build-isolation git+{setup_steps.OFFICIAL}"]
 
 
 @pytest.mark.parametrize("programs, why", [(("c++",), "no git"), (("git",), "no C++ compiler")])
@@ -254,7 +256,7 @@ def test_a_killed_pip_is_not_a_reason_for_another_source():
 def test_source_index_asks_nobody_else():
     environment = PretendedEnvironment(EMPTY, [*FULL, D2_BY_INDEX], unreachable=None)
     Setup(environment, source="index").run()
-    assert environment.asked == [] and len(environment.calls) == 4
+    assert environment.asked == [] and len(environment.calls) == 5
 
 
 def test_no_index_either():
@@ -321,6 +323,14 @@ def test_a_torch_that_cannot_be_mended_is_an_error():
     with pytest.raises(SetupError, match="torch was installed but does not work: OSError: libgomp"):
         Setup(environment).run()
     assert environment.written is None
+
+
+def test_cv2_which_detectron2_draws_with_is_installed_and_a_working_one_kept():
+    environment = PretendedEnvironment({**WORKING, "cv2": absent("cv2")}, FULL)
+    Setup(environment).run()
+    assert environment.calls == ["install opencv-python-headless"]
+    with pytest.raises(SetupError, match="cv2 still does not import"):
+        Setup(PretendedEnvironment({**WORKING, "cv2": absent("cv2")})).run()
 
 
 def test_pkg_resources_is_brought_back():

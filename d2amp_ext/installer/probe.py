@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 PROBE_SECONDS = 600  # the first import from a cold, slow disk
-PROBED = ("torch", "torchvision", "pkg_resources", "detectron2")
+PROBED = ("torch", "torchvision", "pkg_resources", "cv2", "detectron2")
 
 # Runs with a bare `python -c` in the environment that is looked at. Each part is written as soon as it is known: when
 # the interpreter crashes, the report still shows which import it was. The folder of the caller is taken off the path,

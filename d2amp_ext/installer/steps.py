@@ -1,4 +1,4 @@
-"""The steps of `d2amp setup`: torch and torchvision, pkg_resources, Detectron2. Needs only the standard library.
+"""The steps of `d2amp setup`: torch and torchvision, pkg_resources, cv2, Detectron2. Needs only the standard library.
 
 Every step looks before it acts: what imports is kept, and what a stopped call left is found and finished.
 """
@@ -17,6 +17,7 @@ from .wheel import SAL_DETECTRON2, WheelError, repack
 OFFICIAL = "https://github.com/facebookresearch/detectron2"
 REACH_SECONDS = 12  # for the official repository to answer
 SETUPTOOLS = "setuptools<81"  # 82 removed pkg_resources, which detectron2.model_zoo imports
+OPENCV = "opencv-python-headless"  # Detectron2's Visualizer imports cv2, which its setup does not ask for
 PYTHON = f'"{sys.executable}"' if " " in sys.executable else sys.executable
 PIP = f"{PYTHON} -m pip"
 AGAIN = f"{PYTHON} -m d2amp_ext.setup_detectron2"
@@ -47,7 +48,7 @@ class Setup:
         self.dry_run = dry_run
 
     def run(self):
-        """Makes torch, torchvision, pkg_resources and Detectron2 importable.
+        """Makes torch, torchvision, pkg_resources, cv2 and Detectron2 importable.
 
         Returns:
             dict or None: the probe after that, see `probe.probe`; None after a dry run that found work to do.
@@ -76,6 +77,7 @@ class Setup:
         say("Looking at what this Python imports ...")
         seen = self._ensure_torch(self.environment.probe())
         seen = self._ensure_pkg_resources(seen)
+        seen = self._ensure_cv2(seen)
         return self._ensure_detectron2(seen, stopped_in)
 
     # torch and torchvision
@@ -134,6 +136,17 @@ class Setup:
             seen = self._pip(seen, "setuptools", "install", SETUPTOOLS)
             if not self.dry_run and not seen["pkg_resources"]["ok"]:
                 raise SetupError(f"pkg_resources still does not import: {seen['pkg_resources']['error']}")
+        return seen
+
+    # cv2
+
+    def _ensure_cv2(self, seen):
+        if not seen["cv2"]["ok"]:
+            why = first_line(seen["cv2"]["error"]) if seen["cv2"]["found"] else "there is none"
+            say(f"cv2 does not import ({why}); Detectron2 draws pictures with it.")
+            seen = self._pip(seen, "opencv", "install", OPENCV)
+            if not self.dry_run and not seen["cv2"]["ok"]:
+                raise SetupError(f"cv2 still does not import: {seen['cv2']['error']}")
         return seen
 
     # Detectron2

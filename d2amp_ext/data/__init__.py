@@ -1,0 +1,6 @@
+"""Data sets: the two samples that the package makes itself, and those that a config names.
+
+Modules, in the direction of the data: `coco_format` (writes a set once, registers it lazily), `shapes` and `nuclei`
+(the samples), `voc` (folders in PASCAL VOC's layout), `register` (what a cfg needs before its data sets are used).
+Importing this package imports none of them and registers nothing.
+"""
