@@ -144,6 +144,6 @@ def gradient_norms(gradients):
     """The L2 norm of each tensor, as fp32 scalars on the tensors' own devices."""
     import torch
 
-    if gradients[0].device.type != "cpu" and all(g.dtype == torch.float32 for g in gradients):
-        return list(torch._foreach_norm(gradients))  # one kernel; torch.nn.utils.clip_grad_norm_ relies on it too
-    return [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+    if all(gradient.dtype is torch.float32 for gradient in gradients):
+        return list(torch._foreach_norm(gradients))  # in one call; torch.nn.utils.clip_grad_norm_ relies on it too
+    return [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]

@@ -233,10 +233,11 @@ class PrecisionPolicy:
         """A context for forward passes. It does nothing when AMP is off, and turns autocast off for fp32 and tf32."""
         if self._resolved("autocast()").precision == "off":
             return contextlib.nullcontext()
-        device_type = torch.device(self.device).type
+        device_type, dtype = torch.device(self.device).type, DTYPES[self.precision]
         if not _compat.autocast_available(device_type):
             return contextlib.nullcontext()
-        dtype = DTYPES[self.precision]
+        if dtype is None and not torch.is_autocast_enabled(device_type):
+            return contextlib.nullcontext()
         return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
 
     def make_scaler(self):

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 from dataclasses import dataclass
 from typing import Dict, Optional
 
@@ -147,27 +148,28 @@ def _parameters(optimizer):
 
 
 def _gradients(optimizer):
-    gradients = [parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None]
-    return [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    return [g.coalesce().values() if g.is_sparse else g for g in gradients if g is not None]
 
 
+@torch.no_grad()
 def _global_norm(gradients):
     if not gradients:
         return None
-    by_device = {}
-    for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(gradient.detach())
     target = gradients[0].device
-    norms = [norm.to(target) for group in by_device.values() for norm in _compat.gradient_norms(group)]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    norms = _compat.gradient_norms(gradients)
+    return torch.linalg.vector_norm(torch.stack([norm if norm.device == target else norm.to(target) for norm in norms]))
 
 
 def _agree_on_cause(total, norm, gradients, device):
     """None, or why this step must be skipped, the same on every rank. The one device read of a step."""
-    has_gradient = torch.full((), float(norm is not None), device=device)
-    norm = torch.zeros((), device=device) if norm is None else norm.to(device)
-    flags = torch.stack([~torch.isfinite(total.to(device)), ~torch.isfinite(norm), has_gradient.bool()]).float()
-    loss_bad, gradient_bad, any_gradient = _max_over_ranks(flags).tolist()
+    has_gradient = norm is not None
+    values = torch.stack([total.to(device), norm.to(device) if has_gradient else torch.zeros((), device=device)])
+    if comm.get_world_size() == 1:
+        loss_bad, gradient_bad = (not math.isfinite(value) for value in values.tolist())
+    else:
+        flags = torch.cat([~torch.isfinite(values), torch.full((1,), has_gradient, device=device)]).float()
+        loss_bad, gradient_bad, has_gradient = _max_over_ranks(flags).tolist()
     if loss_bad:
         return "loss"
     if gradient_bad:
@@ -175,7 +177,7 @@ def _agree_on_cause(total, norm, gradients, device):
         bad = [~torch.isfinite(gradient).all().to(device) for gradient in gradients]
         flag = torch.stack(bad).any().float() if bad else torch.zeros((), device=device)
         return "gradient" if _max_over_ranks(flag[None]).item() else None
-    return None if any_gradient else "no_gradient"
+    return None if has_gradient else "no_gradient"
 
 
 def _max_over_ranks(flags):
