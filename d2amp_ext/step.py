@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Dict, Optional
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from detectron2.utils import comm
 
 from . import _compat
+from .errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,9 @@ class NonFiniteError(FloatingPointError):
         super().__init__(message)
         self.record = record
 
+    def __reduce__(self):  # so that it gets out of a worker process
+        return type(self), (self.args[0], self.record)
+
 
 def amp_step(
     losses, optimizer, *, policy, scaler, iteration=0, previous=None, micro_batches=1, after_backward=None, context=""
@@ -84,12 +89,16 @@ def amp_step(
     """
     device = torch.device(policy.device) if policy.device else _parameters(optimizer)[0].device
     scale = scaler.scale(torch.ones((), device=device))
-    means, total, failure = _backward_window(losses, scaler, micro_batches)
-    gradients, norm, cause = [], None, "forward"
-    if not failure:
+    means, total, cause, failure = _backward_window(losses, scaler, micro_batches, device)
+    norm = None
+    if cause is None:
         scaler.unscale_(optimizer)
-        if after_backward is not None:
-            after_backward()
+        try:
+            if after_backward is not None:
+                after_backward()
+        except BaseException:
+            _back_off(scaler, policy, "no_gradient")  # else a caller who goes on finds gradients unscaled already
+            raise
         gradients = _gradients(optimizer)
         norm = _global_norm(gradients)
         cause = _agree_on_cause(total, norm, gradients, device)
@@ -114,33 +123,54 @@ def amp_step(
     return record
 
 
-def _backward_window(losses, scaler, micro_batches):
-    """Runs backward for every micro-batch. Returns mean losses, their sum (or None) and what a forward raised."""
+def _backward_window(losses, scaler, micro_batches, device):
+    """Runs backward for every micro-batch.
+
+    Returns:
+        (dict, Tensor or None, str or None, object): mean losses, their sum, the cause of a skip that is known already,
+        and what a forward of this rank raised.
+    """
     if isinstance(losses, (torch.Tensor, dict)):
         losses = iter([losses])
     means, total = {}, None
     with contextlib.closing(losses) if hasattr(losses, "close") else contextlib.nullcontext():
-        for _ in range(micro_batches):
-            failure = None
+        for number in range(micro_batches):
+            loss_dict, failure, obstacle = {}, None, None
             try:
-                loss_dict = next(losses)
+                loss_dict = _by_name(next(losses))
             except FloatingPointError as error:
-                failure = error
-            # A rank that raised has no backward to run; the others would wait for it in theirs.
-            if _any_rank(failure is not None):
-                return means, None, failure or "the forward pass of another rank was not finite"
-            if isinstance(loss_dict, torch.Tensor):
-                loss_dict = {"total_loss": loss_dict}
+                failure, obstacle = error, "forward"
+            except StopIteration as error:
+                raise UserError(f"The losses ended after {number} of {micro_batches} micro-batches.") from error
             # The same order of additions as in Detectron2; fp32 losses are summed as they are.
             loss = sum(value.float() if value.dtype.itemsize < 4 else value for value in loss_dict.values())
+            if obstacle is None and not getattr(loss, "requires_grad", False):
+                obstacle = "no_gradient"
+            # A rank that has no backward to run would leave the others waiting for it in theirs.
+            obstacle = _worst_over_ranks(obstacle)
+            if obstacle:
+                return means, None, obstacle, failure or ("on another rank" if obstacle == "forward" else None)
             if micro_batches > 1:
                 loss = loss / micro_batches
             scaler.scale(loss).backward()
-            total = loss.detach() if total is None else total + loss.detach()
+            loss = loss.detach().reshape(())
+            total = loss if total is None else total + loss
             for name, value in loss_dict.items():
-                value = value.detach().float() if micro_batches == 1 else value.detach().float() / micro_batches
+                value = value.detach().to(device, torch.float32).reshape(())
+                value = value if micro_batches == 1 else value / micro_batches
                 means[name] = means[name] + value if name in means else value
-    return means, total, None
+    return means, total, None, None
+
+
+def _by_name(losses):
+    if isinstance(losses, torch.Tensor):
+        return {"total_loss": losses}
+    if not isinstance(losses, Mapping):
+        raise UserError(
+            f"The forward pass returned {type(losses).__name__}; in training it must return a loss, a scalar Tensor, or a "
+            "dict of them by name."
+        )
+    return losses
 
 
 def _parameters(optimizer):
@@ -186,9 +216,10 @@ def _max_over_ranks(flags):
     return flags
 
 
-def _any_rank(flag):
-    """Whether `flag`, a bool that the host knows, is set on any rank. Waits for ranks, not for a device."""
-    return any(comm.all_gather(flag))  # over gloo, on the host
+def _worst_over_ranks(obstacle):
+    """"forward" or "no_gradient" if that is the obstacle on any rank, else None. Waits for ranks, not for a device."""
+    obstacles = comm.all_gather(obstacle)  # over gloo, on the host
+    return next((name for name in ("forward", "no_gradient") if name in obstacles), None)
 
 
 def _update_scaler(scaler, policy):
@@ -207,7 +238,8 @@ def _back_off(scaler, policy, cause):
     if policy.scaler.static:
         state["scale"] = policy.scaler.static
     elif cause != "no_gradient":
-        state["scale"] = max(state["scale"] * state["backoff_factor"], policy.scaler.min_scale)
+        floor = min(policy.scaler.min_scale, state["scale"])  # a scaler of the user's may start below it
+        state["scale"] = max(state["scale"] * state["backoff_factor"], floor)
         state["_growth_tracker"] = 0
     scaler.update(state["scale"])  # with a value, it forgets that gradients were unscaled and asks for no check of them
     scaler.load_state_dict(state)

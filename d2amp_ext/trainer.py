@@ -139,10 +139,11 @@ class AMPTrainer(_AMPTrainer):
         """Yields the losses of one micro-batch after another; the caller runs backward in between."""
         if self.zero_grad_before_forward:
             self.optimizer.zero_grad()
-        # A forward that raised on one rank leaves DDP of the others waiting for a backward, which no_sync() would not
-        # end: after it, every micro-batch is reduced once.
-        reduce_all = self.last_step is not None and self.last_step.cause == "forward"
-        can_defer = isinstance(self.model, DistributedDataParallel) and not reduce_all
+        # A window given up on one rank leaves DDP of the others waiting for a backward, which no_sync() would not end:
+        # after it, every micro-batch is reduced once. DDP's static graph cannot leave out a reduction at all.
+        reduce_all = self.last_step is not None and self.last_step.cause in ("forward", "no_gradient")
+        is_ddp = isinstance(self.model, DistributedDataParallel)
+        can_defer = is_ddp and not reduce_all and not self.model.static_graph
         for number, batch in enumerate(batches, 1):
             defer = can_defer and number < len(batches)
             with self.model.no_sync() if defer else contextlib.nullcontext():
