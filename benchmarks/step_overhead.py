@@ -80,6 +80,9 @@ def main():
         for timed in pair:
             timed.step(max(iteration, 0) if iteration >= 0 else 0)
     seconds = [timed.seconds[5:] for timed in (stock, ours)]
+    for timed in (stock, ours):
+        with timed.storage:
+            getattr(timed.trainer, "flush_metrics", bool)()
     losses = [[value for value, _ in timed.storage.history("total_loss").values()] for timed in (stock, ours)]
     common = min(map(len, losses))
     result = {

@@ -4,13 +4,16 @@ What a feature needs:
 
     all of the package              torch >= 2.4 (torch.amp.GradScaler with a device type, is_autocast_available)
     bf16 on MPS                     torch >= 2.6
-    after_backward hooks            Detectron2 with HookBase.after_backward (March 2022); older ones never call them
+    after_backward hooks            Detectron2 with HookBase.after_backward (March 2023); older ones never call them
     gather_metric_period etc.       Detectron2 whose SimpleTrainer takes them; this package's AMPTrainer has them itself
+    the optimizer in checkpoints    DefaultTrainer.state_dict (November 2021); for older ones the mixin adds it
+    metrics of earlier iterations   EventStorage.put_scalar with cur_iter (April 2023); older ones are told the iteration
 
 Detectron2's version string says 0.6 for the release of 2021 and for today's main, so features are found by signature.
 torch and Detectron2 are imported inside the functions: the module itself needs neither.
 """
 
+import contextlib
 import functools
 import inspect
 import platform
@@ -56,6 +59,30 @@ def supported_kwargs(function, kwargs):
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(kwargs)
     return {name: value for name, value in kwargs.items() if name in parameters}
+
+
+def saves_inner_trainer():
+    """Whether Detectron2's DefaultTrainer puts the state of its inner trainer, and so the optimizer's, in checkpoints."""
+    from detectron2.engine import DefaultTrainer
+
+    return "state_dict" in vars(DefaultTrainer)
+
+
+def put_scalar(storage, name, value, iteration):
+    """Writes a scalar of an iteration that may lie behind to an EventStorage."""
+    if _takes_cur_iter(type(storage)):
+        storage.put_scalar(name, value, cur_iter=iteration)
+        return
+    now, storage.iter = storage.iter, iteration
+    try:
+        storage.put_scalar(name, value)
+    finally:
+        storage.iter = now
+
+
+@functools.lru_cache(maxsize=None)
+def _takes_cur_iter(storage_class):
+    return bool(supported_kwargs(storage_class.put_scalar, {"cur_iter": 0}))
 
 
 def has_compiled_ops():
@@ -140,10 +167,27 @@ def _mps(index):
     return {"fp16"}, ({"bf16"} if torch_version() >= (2, 6) else set())
 
 
+@contextlib.contextmanager
+def tf32_switches(use_tf32):
+    """A context in which fp32 matmuls and convolutions may use TF32, or not. The former state comes back at the end."""
+    import torch
+
+    # These two switches, unlike the newer fp32_precision ones, leave every getter of torch readable.
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        torch.set_float32_matmul_precision("high" if use_tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = use_tf32
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
 def gradient_norms(gradients):
     """The L2 norm of each tensor, as fp32 scalars on the tensors' own devices."""
     import torch
 
     if all(gradient.dtype is torch.float32 for gradient in gradients):
         return list(torch._foreach_norm(gradients))  # in one call; torch.nn.utils.clip_grad_norm_ relies on it too
-    return [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    # 16-bit squares overflow, and 64-bit tensors refuse a narrower dtype.
+    return [torch.linalg.vector_norm(g.float() if g.dtype.itemsize < 4 else g).float() for g in gradients]

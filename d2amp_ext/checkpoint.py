@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.utils import comm
+from torch.nn.parallel import DistributedDataParallel
 
 from .errors import UserError
 
@@ -79,10 +80,26 @@ class PrecisionCheckpointer(DetectionCheckpointer):
             if match:
                 numbered[name] = float(match[1] or "inf")
         names = sorted(numbered, key=numbered.get, reverse=True)
+        if "model_final.pth" in numbered:
+            self._place_final(names)
         if self.path_manager.exists(os.path.join(self.save_dir, "last_checkpoint")):
-            last = os.path.basename(self.get_checkpoint_file())
+            try:
+                last = os.path.basename(self.get_checkpoint_file())
+            except UnicodeDecodeError:  # the pointer is damaged
+                last = ""
             names = [last, *(name for name in names if name != last)]
         return [os.path.join(self.save_dir, name) for name in names]
+
+    def _place_final(self, names):
+        """Moves model_final.pth behind checkpoints of a run that was continued after it; the name has no iteration."""
+
+        def written(name):
+            path = os.path.join(self.save_dir, name)
+            return os.path.getmtime(path) if os.path.exists(path) else 0
+
+        names.remove("model_final.pth")
+        final = written("model_final.pth")
+        names.insert(sum(written(name) > final for name in names), "model_final.pth")
 
     def resume_or_load(self, path, *, resume=True):
         """As in Detectron2. A resume takes the newest checkpoint that can be read, and says which ones it passed over.
@@ -115,9 +132,13 @@ class PrecisionCheckpointer(DetectionCheckpointer):
             CheckpointError: for a file that is missing, damaged, or would run code when `trust` is False.
         """
         try:
-            if path and "://" not in path and not os.path.isfile(path.split("?")[0]):
+            # With DDP, Detectron2 asks the ranks who has the file; the main rank's is enough for weights.
+            local = path and "://" not in path and not isinstance(self.model, DistributedDataParallel)
+            if local and not os.path.isfile(path.split("?")[0]):
                 raise CheckpointError(f"The checkpoint {path} does not exist.")
             return super().load(path, *args, **kwargs)
+        except OSError as error:
+            raise CheckpointError(f"The checkpoint {path} cannot be read: {error}") from error
         finally:
             self._parsed_url_during_load = None  # Detectron2 forgets it only after a success
 
@@ -125,17 +146,33 @@ class PrecisionCheckpointer(DetectionCheckpointer):
         if filename.endswith(".pkl"):
             if not self.trust:
                 _check_pickle(filename)
-            return _reading(filename, super()._load_file)
-        if filename.endswith(".pyth") or not hasattr(DetectionCheckpointer, "_torch_load"):
+            return _checked(filename, _reading(filename, super()._load_file))
+        if filename.endswith(".pyth"):
             self._torch_load(filename)  # only a check: Detectron2 reads such a file by its own torch.load
-        return super()._load_file(filename)
+        elif not hasattr(DetectionCheckpointer, "_torch_load"):  # an older Detectron2, whose torch.load is too strict
+            content = self._torch_load(filename)
+            return _checked(filename, content if "model" in content else {"model": content})
+        return _checked(filename, super()._load_file(filename))
 
     def _torch_load(self, filename):
         def load(name):
             with _numpy_allowed():
                 return torch.load(name, map_location="cpu", weights_only=not self.trust)
 
-        return _reading(filename, load)
+        content = _reading(filename, load)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"The checkpoint {filename} holds a {type(content).__name__} and no model.")
+        return content
+
+
+def _checked(filename, checkpoint):
+    """`checkpoint` if it holds the weights of a model by name; other files can be read, too."""
+    model = checkpoint["model"]
+    items = model.items() if isinstance(model, dict) else [("model", model)]
+    for name, value in items:
+        if not isinstance(name, str) or not isinstance(value, (torch.Tensor, np.ndarray)):
+            raise CheckpointError(f"The checkpoint {filename} holds no model: {name!r} is a {type(value).__name__}.")
+    return checkpoint
 
 
 def _reading(filename, read):
@@ -217,7 +254,7 @@ def plain(value, path="checkpoint"):
     return value
 
 
-def check_weights(path, trust=False):
+def check_weights(path):
     """Raises UserError when MODEL.WEIGHTS names a local file that is not there. URLs are left to the download."""
     if path and "://" not in path and comm.is_main_process():
         local = path.split("?")[0]

@@ -51,7 +51,7 @@ def main(argv=None):
 def run_command(name, argv=None, prog=None):
     """Runs one command with its own arguments; what tools/*.py call. Returns the exit status."""
     module_name, text = COMMANDS[name]
-    _hush_torch_jit()
+    _hush_torch()
     try:
         module = importlib.import_module(f".{module_name}", __package__)
         parser = argparse.ArgumentParser(prog=prog, description=text[0].upper() + text[1:] + ".")
@@ -85,12 +85,17 @@ def run_command(name, argv=None, prog=None):
         return 1
 
 
-def _hush_torch_jit():
-    """Detectron2 scripts functions when it is imported, and torch warns about each one in every process."""
-    message = "`torch.jit.script` is deprecated"
-    warnings.filterwarnings("ignore", message=message, category=FutureWarning)
-    ours = f"ignore:{message}:FutureWarning"
-    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), ours]))
+# What torch says about Detectron2's own code, which a user cannot act on.
+_ABOUT_DETECTRON2 = {"`torch.jit.script` is deprecated": "FutureWarning", "torch.meshgrid": "UserWarning"}
+
+
+def _hush_torch():
+    """Leaves those out, here and in processes that are started from here."""
+    for message, category in _ABOUT_DETECTRON2.items():
+        warnings.filterwarnings("ignore", message=message)
+        entries = [os.environ.get("PYTHONWARNINGS", ""), f"ignore:{message}:{category}"]
+        if entries[1] not in entries[0]:
+            os.environ["PYTHONWARNINGS"] = ",".join(filter(None, entries))
 
 
 if __name__ == "__main__":

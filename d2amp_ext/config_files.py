@@ -94,7 +94,10 @@ def _read(filename, trust, readers):
     config = _parse(text, filename, trust or _is_of_detectron2(filename))
     bases = config.pop(BASE_KEY, None) or []
     merged = {}
-    for base in [bases] if isinstance(bases, str) else bases:
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise UserError(f"The config {filename} has {BASE_KEY} = {bases!r}. It must be the name of a config or a list of them.")
+    for base in bases:
         folder = None if "://" in filename else Path(filename).resolve().parent
         _merge(_read(find_config(base, relative_to=folder), trust, (*readers, filename)), merged, filename)
     _merge(config, merged, filename)

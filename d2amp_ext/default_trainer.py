@@ -15,7 +15,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
-from . import hooks, random_state
+from . import _compat, hooks, random_state
 from .checkpoint import PrecisionCheckpointer
 from .config import check_cfg, unused_amp_keys
 from .data.position import DataPosition
@@ -28,7 +28,7 @@ from .scaling import scale_to_world
 from .trainer import TRAINER_REGISTRY
 
 logger = logging.getLogger(__name__)
-_constructing = threading.Lock()
+_constructing = threading.RLock()  # a trainer may make another one, such as a teacher
 
 
 class PrecisionTrainerMixin:
@@ -65,6 +65,8 @@ class PrecisionTrainerMixin:
         cfg = self.__dict__.get("cfg") or self.__dict__.get("_early_cfg")
         if "_as_set" in self.__dict__ and cfg is not None:
             self.__dict__["_inner"] = self._converted(self.__dict__.pop("_as_set"), cfg)
+        if not {"_as_set", "_inner"} & self.__dict__.keys():
+            raise AttributeError("_trainer is not made yet")
         return self.__dict__.get("_as_set") or self.__dict__["_inner"]
 
     @_trainer.setter
@@ -73,6 +75,8 @@ class PrecisionTrainerMixin:
 
     @property
     def checkpointer(self):
+        if "checkpointer" not in self.__dict__:
+            raise AttributeError("checkpointer is not made yet")
         return self.__dict__["checkpointer"]
 
     @checkpointer.setter
@@ -152,6 +156,11 @@ class PrecisionTrainerMixin:
     # Running
 
     def train(self):
+        if self.start_iter >= self.max_iter:
+            logger.warning(
+                f"Nothing to train: {self.start_iter} updates are done and SOLVER.MAX_ITER is {self.max_iter}. "
+                "Set SOLVER.MAX_ITER higher to go on."
+            )
         with self.policy.float32_switches():
             return super().train()
 
@@ -176,6 +185,8 @@ class PrecisionTrainerMixin:
     def state_dict(self):
         """As in Detectron2, with the random states and data positions of the ranks."""
         state = super().state_dict()
+        if not _compat.saves_inner_trainer():
+            state["_trainer"] = self._trainer.state_dict()
         iteration, states = self.__dict__.get("_gathered") or (None, None)
         state["ranks"] = states if iteration == self.iter else [self._rank_state()]
         state["evaluated_iter"] = self.evaluated_iter
@@ -189,6 +200,8 @@ class PrecisionTrainerMixin:
         if not self.cfg.SOLVER.AMP.ENABLED and state_dict["_trainer"].get("grad_scaler"):
             logger.info("The checkpoint has gradient scaler state, which a run without AMP does not use.")
         super().load_state_dict(state_dict)
+        if not _compat.saves_inner_trainer():
+            self._trainer.load_state_dict(state_dict["_trainer"])
         self.evaluated_iter = state_dict.get("evaluated_iter", state_dict["iteration"])
         self._resumed_ranks = state_dict.get("ranks", [])
 

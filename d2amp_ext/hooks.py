@@ -38,6 +38,14 @@ class PeriodicCheckpointer(hooks.PeriodicCheckpointer):
             self.trainer.gather_rank_states()
         super().after_step()
 
+    def save_again(self):
+        """Writes the checkpoint of this iteration anew, without counting it a second time for `max_to_keep`."""
+        keep, self.max_to_keep = self.max_to_keep, None
+        try:
+            self.after_step()
+        finally:
+            self.max_to_keep = keep
+
     def is_due(self):
         """Whether a checkpoint is written after this iteration."""
         done = self.trainer.iter + 1
@@ -65,7 +73,7 @@ class EvalHook(hooks.EvalHook):
         self.trainer.evaluated_iter = self.trainer.iter
         for hook in self.trainer._hooks:
             if type(hook) is PeriodicCheckpointer and hook.is_due():
-                hook.after_step()
+                hook.save_again()
 
     def _is_due(self, iterations_done):
         return self._period > 0 and iterations_done % self._period == 0 and iterations_done != self.trainer.max_iter

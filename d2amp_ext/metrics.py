@@ -7,6 +7,8 @@ import torch
 from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 
+from . import _compat
+
 
 class MetricBuffer:
     """Keeps the losses of steps as device tensors until `flush` writes them all, each under its own iteration.
@@ -40,7 +42,7 @@ class MetricBuffer:
         rows = _read(steps)
         storage = get_event_storage()
         for (iteration, _, data_time, _), _row in zip(steps, rows):
-            storage.put_scalar("rank_data_time", data_time, cur_iter=iteration)
+            _compat.put_scalar(storage, "rank_data_time", data_time, iteration)
         ranks = comm.gather(rows) if gather else [rows]
         if gather and not comm.is_main_process():
             return
@@ -61,13 +63,13 @@ def _read(steps):
 
 def _write(storage, iteration, ranks):
     # The slowest rank's data time is the one that everybody waits for.
-    storage.put_scalar("data_time", max(row["data_time"] for row in ranks), cur_iter=iteration)
+    _compat.put_scalar(storage, "data_time", max(row["data_time"] for row in ranks), iteration)
     losses = {name: np.mean([row["losses"].get(name, math.nan) for row in ranks]) for name in ranks[0]["losses"]}
     total = sum(losses.values())
     if losses and math.isfinite(total):
-        storage.put_scalar("total_loss", total, cur_iter=iteration)
+        _compat.put_scalar(storage, "total_loss", total, iteration)
+    scalars = dict(ranks[0]["scalars"])
     if len(losses) > 1:
-        finite = {name: value for name, value in losses.items() if math.isfinite(value)}
-        storage.put_scalars(cur_iter=iteration, **finite)
-    for name, value in ranks[0]["scalars"].items():
-        storage.put_scalar(name, value, cur_iter=iteration)
+        scalars.update((name, value) for name, value in losses.items() if math.isfinite(value))
+    for name, value in scalars.items():
+        _compat.put_scalar(storage, name, value, iteration)

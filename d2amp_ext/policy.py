@@ -3,66 +3,38 @@
 import contextlib
 import dataclasses
 import difflib
-import functools
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Optional, Tuple
 
 import torch
 
 from . import _compat
 from .errors import UnknownKeyError, UserError
+from .precisions import DTYPES, PRECISIONS, SPELLINGS  # noqa: F401
+from .precisions import check_device, choose, key_names, parse_precision, warn_once
 
 _compat.check_torch()
 
 logger = logging.getLogger(__name__)
 
-# The one dtype table. None: no autocast.
-DTYPES = {"fp32": None, "tf32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-PRECISIONS = ("auto", *DTYPES)
 NONFINITE = ("skip", "raise", "retry_fp32")
-
-SPELLINGS = {
-    **{name: name for name in PRECISIONS},
-    "float16": "fp16", "half": "fp16", "16": "fp16", "16-mixed": "fp16",
-    "bfloat16": "bf16", "bf16-mixed": "bf16",
-    "float32": "fp32", "32": "fp32", "32-true": "fp32", "no": "fp32",
-    "tensorfloat32": "tf32",
-}  # fmt: skip
-
-
-def parse_precision(value, key="SOLVER.AMP.PRECISION"):
-    """The canonical name ("auto", "fp32", "tf32", "fp16" or "bf16") of a precision as somebody wrote it.
-
-    Args:
-        value (str, int, bool or torch.dtype): a spelling in any case; 16 and 32; False, which is YAML's bare `no`.
-        key (str): the setting to name in the error.
-
-    Raises:
-        UserError: for anything else, with the valid spellings and the nearest one.
-    """
-    text = str(value)
-    if value is False:
-        text = "no"
-    elif isinstance(value, torch.dtype):
-        text = text.replace("torch.", "")
-    text = text.strip().lower()
-    if text in SPELLINGS:
-        return SPELLINGS[text]
-    near = difflib.get_close_matches(text, SPELLINGS, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    others = ", ".join(name for name in SPELLINGS if name not in PRECISIONS)
-    raise UserError(f"{key} = {value!r} is no precision. Valid: {', '.join(PRECISIONS)} (also {others}).{hint}")
-
-
-def _key(name):
-    """Both names of a setting: the YAML one and its LazyConfig twin."""
-    return f"SOLVER.AMP.{name.upper()} (train.amp.{name.lower()})"
+_FP32_MAX = torch.finfo(torch.float32).max  # scales are fp32 tensors
+_FP32_TINY = torch.finfo(torch.float32).tiny
 
 
 def _require(condition, name, value, rule):
     if not condition:
-        raise UserError(f"{_key(name)} = {value!r}: {rule}")
+        raise UserError(f"{key_names(name)} = {value!r}: {rule}")
+
+
+def _require_numbers(options, prefix, **kinds):
+    for name, kind in kinds.items():
+        value = getattr(options, name)
+        what = "a whole number" if kind is Integral else "a number"
+        _require(isinstance(value, kind) and not isinstance(value, bool), prefix + name, value, f"must be {what}")
 
 
 @dataclass(frozen=True)
@@ -86,15 +58,20 @@ class ScalerOptions:
     static: float = 0.0
 
     def __post_init__(self):
+        _require_numbers(self, "scaler.", init_scale=Real, growth_factor=Real, backoff_factor=Real,
+                         growth_interval=Integral, min_scale=Real, static=Real)  # fmt: skip
         _require(self.growth_factor > 1, "scaler.growth_factor", self.growth_factor,
                  "must be above 1; for a fixed scale set SCALER.STATIC")  # fmt: skip
         _require(0 < self.backoff_factor < 1, "scaler.backoff_factor", self.backoff_factor,
                  "must lie between 0 and 1; for a fixed scale set SCALER.STATIC")  # fmt: skip
-        _require(self.growth_interval >= 1, "scaler.growth_interval", self.growth_interval, "must be 1 or more updates")
-        _require(0 < self.min_scale < float("inf"), "scaler.min_scale", self.min_scale, "must be above 0")
-        _require(self.min_scale <= self.init_scale < float("inf"), "scaler.init_scale", self.init_scale,
-                 f"must be finite and not below SCALER.MIN_SCALE ({self.min_scale})")  # fmt: skip
-        _require(0 <= self.static < float("inf"), "scaler.static", self.static, "must be 0 (dynamic) or a scale above 0")
+        _require(1 <= self.growth_interval < 2**63, "scaler.growth_interval", self.growth_interval,
+                 "must be 1 or more updates, and less than 2^63")  # fmt: skip
+        _require(_FP32_TINY <= self.min_scale <= _FP32_MAX, "scaler.min_scale", self.min_scale,
+                 "must be above 0, and a number that fp32 can hold")  # fmt: skip
+        _require(self.min_scale <= self.init_scale <= _FP32_MAX, "scaler.init_scale", self.init_scale,
+                 f"must be finite in fp32 and not below SCALER.MIN_SCALE ({self.min_scale})")  # fmt: skip
+        _require(self.static == 0 or _FP32_TINY <= self.static <= _FP32_MAX, "scaler.static", self.static,
+                 "must be 0 (dynamic) or a scale above 0 that fp32 can hold")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,8 +104,11 @@ class PrecisionPolicy:
 
     def __post_init__(self):
         if self.precision != "off":
-            object.__setattr__(self, "precision", parse_precision(self.precision, _key("precision")))
-        object.__setattr__(self, "fp32_modules", tuple(self.fp32_modules))
+            object.__setattr__(self, "precision", parse_precision(self.precision, key_names("precision")))
+        _require(isinstance(self.scaler, ScalerOptions), "scaler", self.scaler, "must be a ScalerOptions")
+        patterns = (self.fp32_modules,) if isinstance(self.fp32_modules, str) else self.fp32_modules
+        object.__setattr__(self, "fp32_modules", tuple(patterns))
+        _require_numbers(self, "", max_consecutive_skips=Integral)
         _require(self.nonfinite in NONFINITE, "nonfinite", self.nonfinite, f"must be one of {', '.join(NONFINITE)}")
         _require(self.max_consecutive_skips >= 0, "max_consecutive_skips", self.max_consecutive_skips,
                  "must be 0 or more")  # fmt: skip
@@ -176,6 +156,7 @@ class PrecisionPolicy:
         names = [f.name for f in dataclasses.fields(cls) if f.name not in ("device", "reason")]
         options = _known(amp, ["enabled", *LAZY_TRAINER_NAMES, *names], "train.amp")
         enabled = options.pop("enabled", False)
+        _require(isinstance(enabled, bool), "enabled", enabled, "must be True or False")
         scaler = options.pop("scaler", None) or {}
         scaler_names = [f.name for f in dataclasses.fields(ScalerOptions)]
         scaler = ScalerOptions(**_known(scaler, scaler_names, "train.amp.scaler"))
@@ -208,11 +189,11 @@ class PrecisionPolicy:
         native, runnable = _compat.native_precisions(device.type, device.index)
         precision, reason = self.precision, "as configured"
         if precision == "auto":
-            precision, reason = _choose(device, native)
+            precision, reason = choose(device, native)
         elif precision in ("fp16", "bf16"):
-            _check_device(precision, device, native, runnable)
+            check_device(precision, device, native, runnable)
         elif precision == "tf32" and "tf32" not in native:
-            warn_once(f"{_key('precision')} = 'tf32': {device} has no TF32; this run computes in full fp32.")
+            warn_once(f"{key_names('precision')} = 'tf32': {device} has no TF32; this run computes in full fp32.")
         return dataclasses.replace(self, precision=precision, device=str(device), reason=reason)
 
     # Using
@@ -244,7 +225,7 @@ class PrecisionPolicy:
         """A fresh torch.amp.GradScaler; a disabled one, on which every call works, unless the precision is fp16."""
         options = self._resolved("make_scaler()").scaler
         return torch.amp.GradScaler(
-            torch.device(self.device).type,
+            torch.device(self.device or "cpu").type,  # a policy that is off needs no device
             init_scale=options.static or options.init_scale,
             growth_factor=options.growth_factor,
             backoff_factor=options.backoff_factor,
@@ -264,15 +245,8 @@ class PrecisionPolicy:
             return
         device = torch.device(self.device)
         use_tf32 = precision == "tf32" and "tf32" in _compat.native_precisions(device.type, device.index)[0]
-        # These two switches, unlike the newer fp32_precision ones, leave every getter of torch readable.
-        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-        try:
-            torch.set_float32_matmul_precision("high" if use_tf32 else "highest")
-            torch.backends.cudnn.allow_tf32 = use_tf32
+        with _compat.tf32_switches(use_tf32):
             yield
-        finally:
-            torch.set_float32_matmul_precision(before[0])
-            torch.backends.cudnn.allow_tf32 = before[1]
 
     def describe(self):
         """One line for people: precision, device, why, scaler, and what a non-finite step does."""
@@ -305,6 +279,8 @@ LAZY_TRAINER_NAMES = ("hold_lr_on_skip", "trainer", "comm_hook", "log_grad_scale
 
 
 def _known(node, names, path):
+    if not isinstance(node, Mapping):
+        raise UserError(f"{path} = {node!r}: must be a mapping with names such as {names[0]}.")
     options = dict(node)
     for name in options:
         if name not in names:
@@ -312,30 +288,3 @@ def _known(node, names, path):
             hint = f" Did you mean {path}.{near[0]}?" if near else ""
             raise UnknownKeyError(f"Unknown key {path}.{name}. Valid under {path}: {', '.join(names)}.{hint}")
     return options
-
-
-def _choose(device, native):
-    if "bf16" in native:
-        return "bf16", "auto: native bf16"
-    if "fp16" in native and device.type != "cpu":
-        return "fp16", "auto: native fp16 and no native bf16"
-    return "fp32", "auto: no native 16-bit arithmetic"
-
-
-def _check_device(precision, device, native, runnable):
-    if precision in native:
-        return
-    best = [name for name in ("bf16", "fp16") if name in native] or ["fp32"]
-    if precision not in runnable or not _compat.autocast_available(device.type):
-        raise UserError(f"{_key('precision')} = {precision!r}: {device} cannot run it. Choose {' or '.join(best)}, or auto.")
-    slower = "10 to 60 times slower than fp32, good for tests only" if device.type == "cpu" else "slower than fp32"
-    warn_once(
-        f"{_key('precision')} = {precision!r}: {device} has no {precision} arithmetic and emulates it, {slower}. "
-        f"Native here: {', '.join(best)}."
-    )
-
-
-@functools.lru_cache(maxsize=None)
-def warn_once(message):
-    """Logs a warning, the same text only once a process."""
-    logger.warning(message)

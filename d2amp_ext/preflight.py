@@ -1,5 +1,6 @@
 """What is checked before a model is built, so that a mistake costs a second and not an hour."""
 
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -9,6 +10,9 @@ from .config import check_cfg
 from .data.register import check_datasets, register_datasets
 from .errors import UserError
 from .policy import PrecisionPolicy
+
+# What a run writes into OUTPUT_DIR from its start on.
+_FILES = ("log.txt", "metrics.json", "config.yaml", "config_stock.yaml", "last_checkpoint")
 
 
 def check_run(cfg, train=True, resume=False, world_size=1):
@@ -34,13 +38,21 @@ def check_run(cfg, train=True, resume=False, world_size=1):
 def _check_schedule(cfg, world_size):
     if cfg.SOLVER.MAX_ITER < 1:
         raise UserError(f"SOLVER.MAX_ITER = {cfg.SOLVER.MAX_ITER}: must be 1 or more updates. To evaluate: --eval-only.")
-    if cfg.SOLVER.IMS_PER_BATCH < 1 or cfg.SOLVER.IMS_PER_BATCH % world_size:
+    # With REFERENCE_WORLD_SIZE the batch is that of as many ranks, and grows or shrinks with those of the run.
+    reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
+    ranks, whose = (reference, "SOLVER.REFERENCE_WORLD_SIZE") if reference > 0 else (world_size, "this run")
+    if cfg.SOLVER.IMS_PER_BATCH < 1 or cfg.SOLVER.IMS_PER_BATCH % ranks:
         raise UserError(
-            f"SOLVER.IMS_PER_BATCH = {cfg.SOLVER.IMS_PER_BATCH}: must be a multiple of the {world_size} rank(s) of this "
-            "run, which share it."
+            f"SOLVER.IMS_PER_BATCH = {cfg.SOLVER.IMS_PER_BATCH}: must be a multiple of the {ranks} rank(s) of {whose}, "
+            "which share it."
         )
-    if cfg.SOLVER.BASE_LR <= 0:
+    if not 0 < cfg.SOLVER.BASE_LR < math.inf:
         raise UserError(f"SOLVER.BASE_LR = {cfg.SOLVER.BASE_LR}: must be above 0.")
+    if cfg.SOLVER.CHECKPOINT_PERIOD < 1:
+        raise UserError(
+            f"SOLVER.CHECKPOINT_PERIOD = {cfg.SOLVER.CHECKPOINT_PERIOD}: must be 1 or more updates. A number above "
+            "SOLVER.MAX_ITER leaves the checkpoint at the end only."
+        )
 
 
 def check_output(folder):
@@ -55,6 +67,11 @@ def check_output(folder):
             raise NotADirectoryError(f"{existing} is a file")
         with tempfile.TemporaryFile(dir=existing):
             pass
+        for name in _FILES:
+            path = Path(folder, name)
+            if path.exists():  # an earlier run's, to which this one adds or which it replaces
+                with open(path, "ab"):
+                    pass
     except OSError as error:
         raise UserError(f"OUTPUT_DIR = {folder!r} cannot be written: {error}. Set it to a folder that can.") from error
 

@@ -87,6 +87,7 @@ def amp_step(
     Raises:
         NonFiniteError: (a FloatingPointError) when the policy gives up; the skip itself is complete by then.
     """
+    assert micro_batches >= 1, micro_batches
     device = torch.device(policy.device) if policy.device else _parameters(optimizer)[0].device
     scale = scaler.scale(torch.ones((), device=device))
     means, total, cause, failure = _backward_window(losses, scaler, micro_batches, device)

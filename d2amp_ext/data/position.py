@@ -1,14 +1,17 @@
 """Where a training data loader stands, so that a resumed run sees the samples that the uninterrupted one would see."""
 
 import logging
+from types import SimpleNamespace
 
 import torch.utils.data as torchdata
 from detectron2.data.common import AspectRatioGroupedDataset, ToIterableDataset
+from detectron2.data.samplers import RepeatFactorTrainingSampler, TrainingSampler
 from torch.utils.data.sampler import Sampler
 
 from .. import random_state
 
 logger = logging.getLogger(__name__)
+_ORDER = ("_seed", "_seed_subset", "_indexes_subset")  # of Detectron2's samplers
 
 
 class DataPosition:
@@ -39,11 +42,12 @@ class DataPosition:
                 self._samples = iterable.dataset = _RecordingDataset(iterable.dataset, self._grouped)
 
     def state_dict(self):
-        """dict of plain types: "obstacle", or "drawn", "length" and "waiting"."""
+        """dict of plain types and tensors: "obstacle", or "drawn", "order", "length" and "waiting"."""
         if self.obstacle:
             return {"obstacle": self.obstacle}
         waiting = self._samples.waiting() if self._grouped else []
-        return {"drawn": self._sampler.drawn, "length": len(self._samples), "waiting": waiting}
+        order = self._sampler.order()
+        return {"drawn": self._sampler.drawn, "order": order, "length": len(self._samples), "waiting": waiting}
 
     def restore(self, state):
         """Moves a fresh loader to where `state` was taken. Changes random states; the caller restores them after it.
@@ -57,6 +61,7 @@ class DataPosition:
         if obstacle:
             return obstacle
         self._sampler.drawn = self._sampler.skip = state["drawn"]
+        self._sampler.set_order(state.get("order", {}))
         for sample in state["waiting"]:
             random_state.restore(sample["random"])
             self._grouped._buckets[sample["group"]].append(self._samples[sample["index"]])
@@ -86,6 +91,19 @@ class _CountingSampler(Sampler):
             if number >= self.skip:
                 self.drawn += 1
                 yield index
+
+    def order(self):
+        """What decides the order of indices, where the sampler is Detectron2's; it may have drawn its seed by itself."""
+        return {name: value for name, value in vars(self._detectron2s()).items() if name in _ORDER}
+
+    def set_order(self, order):
+        vars(self._detectron2s()).update(order)
+
+    def _detectron2s(self):
+        sampler = self._inner
+        while isinstance(sampler, _CountingSampler):
+            sampler = sampler._inner
+        return sampler if isinstance(sampler, (TrainingSampler, RepeatFactorTrainingSampler)) else SimpleNamespace()
 
     def __len__(self):
         return len(self._inner)

@@ -59,7 +59,7 @@ class Environment:
         return probe()
 
     def incomplete(self):
-        """What an installer was stopped in the middle of, see `setup_probe.incomplete_distributions`."""
+        """What an installer was stopped in the middle of, see `probe.incomplete_distributions`."""
         return incomplete_distributions()
 
     def which(self, *names):
