@@ -16,11 +16,11 @@ PACKAGE = "d2amp_ext"
 FOUNDATION = "_compat errors"  # what every module may import
 
 # Module -> the modules of this package that it imports, in the order of the data: a config becomes a policy, a policy a
-# trainer, a trainer steps, a step records and metrics; the commands put it all together. "" is the package itself.
+# trainer, a trainer steps, a step records and metrics; the commands put it all together. "." is the package itself.
 # An edge that is not here is an error, and so is one that nobody uses.
 ALLOWED = {
     # the ground
-    "": "_compat",
+    ".": "_compat",
     "errors": "",
     "_compat": "",
     "keys": "",
@@ -68,13 +68,13 @@ ALLOWED = {
     "commands.train": "checkpoint config config_files default_trainer launch preflight",
     "commands.predict": "checkpoint config config_files errors predictions predictor",
     "commands.demo": "config data.register default_trainer errors evaluation launch policy preflight",
-    "cli": " _compat errors",  # "" for __version__; the commands it imports by name
+    "cli": ". _compat errors",  # "." for __version__; it imports commands by name
 }
-ALLOWED = {module: set(names.split()) | ({""} if names.startswith(" ") else set()) for module, names in ALLOWED.items()}
+ALLOWED = {module: set(names.split()) for module, names in ALLOWED.items()}
 
 # Modules that may import nothing but the ground, and what needs neither torch nor Detectron2 to be imported.
 GROUNDED = {"policy": {"precisions"}, "precisions": set(), "step": set(), "errors": set(), "_compat": set()}
-WITHOUT_TORCH = ["", "errors", "_compat", "keys", "cli", "commands", "commands.train", "commands.predict", "commands.demo",
+WITHOUT_TORCH = [".", "errors", "_compat", "keys", "cli", "commands", "commands.train", "commands.predict", "commands.demo",
                  "installer", "installer.environment", "installer.probe", "installer.steps", "installer.venv",
                  "installer.wheel", "setup_detectron2"]  # fmt: skip
 
@@ -87,7 +87,11 @@ MOST_LINES_OF_A_TOOL = 90
 
 def module_name(path):
     parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
-    return ".".join(part for part in parts if part != "__init__")
+    return ".".join(part for part in parts if part != "__init__") or "."
+
+
+def full_name(module):
+    return PACKAGE if module == "." else f"{PACKAGE}.{module}"
 
 
 MODULES = {module_name(path): path for path in sorted((ROOT / PACKAGE).rglob("*.py")) if "configs" not in path.parts}
@@ -95,7 +99,7 @@ MODULES = {module_name(path): path for path in sorted((ROOT / PACKAGE).rglob("*.
 
 def imported_names(path):
     """Full names of what a file imports anywhere in it: `from a.b import c` gives a.b.c."""
-    package = (PACKAGE, *path.relative_to(ROOT / PACKAGE).parts[:-1])
+    package = path.relative_to(ROOT).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -111,9 +115,9 @@ def edges_of(path):
         if name.split(".")[0] != PACKAGE:
             continue
         parts = name.split(".")[1:]
-        while ".".join(parts) not in MODULES:  # a name in a module
+        while parts and ".".join(parts) not in MODULES:  # a name in a module
             parts.pop()
-        found.add(".".join(parts))
+        found.add(".".join(parts) or ".")
     return found
 
 
@@ -128,7 +132,7 @@ def test_the_reader_sees_every_form_of_import(tmp_path, monkeypatch):
         "from ..config import load_cfg\nfrom .specs import Spec\nfrom d2amp_ext import hooks, AMPTrainer\n"
         "def f():\n    from ..commands.train import run\n"
         "try:\n    from .nuclei import x\nexcept ImportError:\n    pass\n"))  # fmt: skip
-    expected = {"policy", "step", "trainer", "config", "commands.train", "data.shapes", "data.specs", "data.nuclei", "hooks", ""}
+    expected = {"policy", "step", "trainer", "config", "commands.train", "data.shapes", "data.specs", "data.nuclei", "hooks", "."}
     assert edges_of(path) == expected
 
 
@@ -143,12 +147,12 @@ def test_the_table_has_no_entry_for_a_module_that_is_gone():
 
 
 def test_what_is_imported_by_name_exists():
-    assert {f"{module}" for module, _ in cli.COMMANDS.values()} <= MODULES.keys()
+    assert {module for module, _ in cli.COMMANDS.values()} <= MODULES.keys()
     assert set(_EXPORTS.values()) <= MODULES.keys()
 
 
 def test_there_are_no_cycles():
-    by_name = {"": EDGES[""] | set(_EXPORTS.values()), "cli": EDGES["cli"] | {name for name, _ in cli.COMMANDS.values()}}
+    by_name = {".": EDGES["."] | set(_EXPORTS.values()), "cli": EDGES["cli"] | {name for name, _ in cli.COMMANDS.values()}}
     order = list(TopologicalSorter({**EDGES, **by_name}).static_order())  # CycleError names the modules of a cycle
     assert len(order) == len(MODULES)
 
@@ -193,7 +197,6 @@ def run(code, *args):
 
 
 def test_modules_that_must_be_importable_without_torch():
-    names = [f"{PACKAGE}.{module}".rstrip(".") for module in WITHOUT_TORCH]
     code = """if True:
         import importlib, sys
         for name in ("torch", "torchvision", "detectron2", "numpy", "fvcore", "cv2"):
@@ -201,7 +204,7 @@ def test_modules_that_must_be_importable_without_torch():
         for name in sys.argv[1:]:
             importlib.import_module(name)
     """
-    run(code, *names)
+    run(code, *map(full_name, WITHOUT_TORCH))
 
 
 def test_importing_the_package_costs_nothing():
@@ -262,6 +265,5 @@ def test_importing_every_module_registers_and_changes_nothing():
         ours = sys.modules["d2amp_ext"].TRAINER_REGISTRY
         print(json.dumps([sorted(new), sorted(name for name, _ in ours), warnings.filters == filters]))
     """
-    names = [f"{PACKAGE}.{module}".rstrip(".") for module in MODULES]
-    new, trainers, same_filters = json.loads(run(code, *names).splitlines()[-1])
+    new, trainers, same_filters = json.loads(run(code, *map(full_name, MODULES)).splitlines()[-1])
     assert new == [] and trainers == ["AMPTrainer"] and same_filters
