@@ -54,14 +54,14 @@ def test_rates_and_decays_of_every_kind_of_parameter():
         "conv.weight": (0.001, 0.05),
         "conv.bias": (0.002, 0.0),
         "bn.weight": (0.001, 0.01),
-        "bn.bias": (0.002, 0.01),
+        "bn.bias": (0.002, 0.0),
         "group.weight": (0.001, 0.01),
-        "group.bias": (0.002, 0.01),
+        "group.bias": (0.002, 0.0),
         "layer.weight": (0.001, 0.01),
-        "layer.bias": (0.002, 0.01),
+        "layer.bias": (0.002, 0.0),
         "head.weight": (0.001, 0.05),
         "head.bias": (0.002, 0.0),
-    } or settings(optimizer, model) == settings(stock_build_optimizer(config(*opts), model), model)
+    }
 
 
 @pytest.mark.parametrize(
