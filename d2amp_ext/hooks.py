@@ -93,7 +93,14 @@ def finite(results):
     if not isinstance(results, dict):
         return results
     nested = {name: finite(value) for name, value in results.items()}
-    return {name: value for name, value in nested.items() if isinstance(value, dict) or math.isfinite(float(value))}
+    return {name: value for name, value in nested.items() if isinstance(value, dict) or not _is_infinite(value)}
+
+
+def _is_infinite(value):
+    try:
+        return not math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False  # no number: Detectron2 says so, and names it
 
 
 class AfterBackward(HookBase):

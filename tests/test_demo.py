@@ -78,10 +78,11 @@ def test_without_a_network_it_says_what_to_fetch(here, capsys, monkeypatch):
 
 
 INTERRUPTED = f"""
-import _thread, sys, time
+import _thread, signal, sys, time
 from d2amp_ext.cli import main
 from d2amp_ext.commands import demo
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits an ignored one
 demo._train = lambda cfg: _thread.interrupt_main() or time.sleep(9)
 sys.exit(main(["demo", *{SHORT!r}]))
 """

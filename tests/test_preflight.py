@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from detectron2.modeling import META_ARCH_REGISTRY
 
 from d2amp_ext import UserError, _compat, load_cfg
 from d2amp_ext.preflight import check_output, check_run
@@ -12,9 +13,7 @@ from d2amp_ext.preflight import check_output, check_run
 @pytest.fixture(autouse=True)
 def _nothing_is_built(datasets_dir, monkeypatch):
     monkeypatch.setenv("DETECTRON2_DATASETS", str(datasets_dir))
-    from detectron2.modeling import build
-
-    monkeypatch.setattr(build, "build_model", lambda cfg: pytest.fail("a model was built"))
+    monkeypatch.setattr(META_ARCH_REGISTRY, "get", lambda name: pytest.fail("a model was built"))
 
 
 def config(*opts):

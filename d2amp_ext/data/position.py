@@ -1,10 +1,11 @@
 """Where a training data loader stands, so that a resumed run sees the samples that the uninterrupted one would see."""
 
 import logging
+import random
 from types import SimpleNamespace
 
 import torch.utils.data as torchdata
-from detectron2.data.common import AspectRatioGroupedDataset, ToIterableDataset
+from detectron2.data.common import AspectRatioGroupedDataset, MapDataset, ToIterableDataset
 from detectron2.data.samplers import RepeatFactorTrainingSampler, TrainingSampler
 from torch.utils.data.sampler import Sampler
 
@@ -12,6 +13,7 @@ from .. import random_state
 
 logger = logging.getLogger(__name__)
 _ORDER = ("_seed", "_seed_subset", "_indexes_subset")  # of Detectron2's samplers
+_FRESH_WORDS = random.Random(42).getstate()[1]  # how MapDataset begins
 
 
 class DataPosition:
@@ -38,16 +40,25 @@ class DataPosition:
         else:
             self._sampler = iterable.sampler = _CountingSampler(iterable.sampler)
             self._samples = iterable.dataset
+            self._retries = _Retries(iterable.dataset)
             if self._grouped:
-                self._samples = iterable.dataset = _RecordingDataset(iterable.dataset, self._grouped)
+                self._samples = iterable.dataset = _RecordingDataset(iterable.dataset, self._grouped, self._retries)
 
     def state_dict(self):
-        """dict of plain types and tensors: "obstacle", or "drawn", "order", "length" and "waiting"."""
+        """dict of plain types and tensors: "obstacle", or "drawn", "order", "length", "retries" and "waiting"."""
         if self.obstacle:
             return {"obstacle": self.obstacle}
-        waiting = self._samples.waiting() if self._grouped else []
-        order = self._sampler.order()
-        return {"drawn": self._sampler.drawn, "order": order, "length": len(self._samples), "waiting": waiting}
+        try:
+            waiting = self._samples.waiting() if self._grouped else []
+        except KeyError:
+            return {"obstacle": "the data loader copies samples (pin_memory, collate_fn) before they are grouped"}
+        return {
+            "drawn": self._sampler.drawn,
+            "order": self._sampler.order(),
+            "length": len(self._samples),
+            "retries": self._retries.capture(),
+            "waiting": waiting,
+        }
 
     def restore(self, state):
         """Moves a fresh loader to where `state` was taken. Changes random states; the caller restores them after it.
@@ -64,7 +75,9 @@ class DataPosition:
         self._sampler.set_order(state.get("order", {}))
         for sample in state["waiting"]:
             random_state.restore(sample["random"])
+            self._retries.restore(sample.get("retries"))
             self._grouped._buckets[sample["group"]].append(self._samples[sample["index"]])
+        self._retries.restore(state.get("retries"))
         if self._grouped:
             # Its iterator would be made, and draw a seed, at the first batch: too late for the caller.
             self._grouped.dataset = _Started(self._loader)
@@ -117,9 +130,10 @@ class _CountingSampler(Sampler):
 class _RecordingDataset(torchdata.Dataset):
     """Remembers how each sample that may still wait in a group was made."""
 
-    def __init__(self, dataset, grouped):
+    def __init__(self, dataset, grouped, retries):
         self._dataset = dataset
         self._grouped = grouped
+        self._retries = retries
         self._made = {}
 
     def __len__(self):
@@ -128,15 +142,16 @@ class _RecordingDataset(torchdata.Dataset):
     def __getitem__(self, index):
         before = random_state.capture()
         before.pop("cuda", None)
+        made_from = {"index": index, "random": before, "retries": self._retries.capture()}
         sample = self._dataset[index]
         self._forget()
-        self._made[id(sample)] = (sample, index, before)
+        self._made[id(sample)] = (sample, made_from)
         return sample
 
     def waiting(self):
-        """The samples in groups, in order: group number, index, and the random state they were made from."""
+        """The samples in groups, in order: group number, index, and the random states they were made from."""
         return [
-            {"group": number, "index": self._made[id(sample)][1], "random": self._made[id(sample)][2]}
+            {"group": number, **self._made[id(sample)][1]}
             for number, group in enumerate(self._grouped._buckets)
             for sample in group
         ]
@@ -144,6 +159,29 @@ class _RecordingDataset(torchdata.Dataset):
     def _forget(self):
         waiting = {id(sample) for group in self._grouped._buckets for sample in group}
         self._made = {key: value for key, value in self._made.items() if key in waiting}
+
+
+class _Retries:
+    """The state from which Detectron2's MapDataset picks another sample where the mapper returns None."""
+
+    def __init__(self, dataset):
+        self._dataset = dataset if isinstance(dataset, MapDataset) else None
+
+    def capture(self):
+        """None as long as nothing failed, else plain types."""
+        if self._dataset is None:
+            return None
+        version, words, gauss = self._dataset._rng.getstate()
+        if words == _FRESH_WORDS and len(self._dataset._fallback_candidates) == len(self._dataset):
+            return None
+        unusable = set(range(len(self._dataset))) - self._dataset._fallback_candidates
+        return {"random": [version, list(words), gauss], "unusable": sorted(unusable)}
+
+    def restore(self, state):
+        if self._dataset is not None and state is not None:
+            version, words, gauss = state["random"]
+            self._dataset._rng.setstate((version, tuple(words), gauss))
+            self._dataset._fallback_candidates = set(range(len(self._dataset))) - set(state["unusable"])
 
 
 class _Started:
