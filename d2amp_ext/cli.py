@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 import warnings
 
 from . import __version__, _compat
@@ -63,26 +64,28 @@ def run_command(name, argv=None, prog=None):
     try:
         return module.run(args)
     except UserError as error:
-        if args.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _mistake(error, args.debug)
     except ModuleNotFoundError as error:
-        if args.debug or (error.name or "").startswith(__package__):
+        if (error.name or "").startswith(__package__):
             raise
-        print(f"error: {_compat.missing_package_error(f'd2amp {name}', error)}", file=sys.stderr)
-        return 2
+        return _mistake(_compat.missing_package_error(f"d2amp {name}", error), args.debug)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except FloatingPointError as error:
-        if args.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
+        _mistake(error, args.debug)
         return 1
     except Exception:
         logging.getLogger(__package__).exception("The run failed:")
         return 1
+
+
+def _mistake(error, debug):
+    """Prints an error as one line, with `debug` below its traceback. Returns the exit status of a mistake."""
+    if debug:
+        traceback.print_exc()
+    print(f"error: {error}", file=sys.stderr)
+    return 2
 
 
 # What torch says about Detectron2's own code, which a user cannot act on.

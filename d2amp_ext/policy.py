@@ -142,7 +142,7 @@ class PrecisionPolicy:
         """The policy of evaluation, from TEST.AMP. Not resolved."""
         amp = cfg.TEST.AMP
         if not amp.ENABLED:
-            return cls(precision="off")
+            return cls(precision="off", reason="TEST.AMP.ENABLED is False")
         precision = parse_precision(amp.PRECISION, "TEST.AMP.PRECISION")
         return cls(precision=precision, fp32_modules=cfg.SOLVER.AMP.FP32_MODULES, shield=cfg.SOLVER.AMP.SHIELD)
 
@@ -185,7 +185,7 @@ class PrecisionPolicy:
 
     def _resolve(self, device):
         if self.precision == "off":
-            return dataclasses.replace(self, device=str(device), reason="AMP is disabled")
+            return dataclasses.replace(self, device=str(device), reason=self.reason or "AMP is disabled")
         native, runnable = _compat.native_precisions(device.type, device.index)
         precision, reason = self.precision, "as configured"
         if precision == "auto":
@@ -251,7 +251,7 @@ class PrecisionPolicy:
     def describe(self):
         """One line for people: precision, device, why, scaler, and what a non-finite step does."""
         if self.precision == "off":
-            return "off (AMP is disabled): as Detectron2 does it, no autocast, no scaler"
+            return f"off ({self.reason or 'AMP is disabled'}): as Detectron2 does it, no autocast, no scaler"
         where = f" on {self.device} ({self.reason})" if self.device else " (not resolved)"
         text = f"{self.precision}{where}"
         if self.precision == "fp16":

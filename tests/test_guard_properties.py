@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import TinyModel, tiny_data
 from detectron2.utils.events import EventStorage
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -121,8 +121,8 @@ options = st.builds(
 @st.composite
 def runs(draw):
     window = draw(windows)
-    forward = st.sampled_from([""] * 8 + list(FORWARD))
-    update = st.tuples(st.lists(forward, min_size=window, max_size=window), st.sampled_from([""] * 6 + list(HOOK)))
+    forward = st.sampled_from([""] * 8 * window + list(FORWARD))
+    update = st.tuples(st.lists(forward, min_size=window, max_size=window), st.sampled_from([""] * 10 + list(HOOK)))
     return window, draw(st.lists(update, min_size=1, max_size=8))
 
 
@@ -151,6 +151,8 @@ class Scale:
             self.value, self.good = self.value * self.options.growth_factor, 0
 
 
+# A good update, a skip, two good ones: the growth of the scale starts to count again after a skip.
+@example((1, [([""], ""), (["nan loss"], ""), ([""], ""), ([""], "")]), "fp16", ScalerOptions(4.0, growth_interval=2), "sgd", 4, False, 1)
 @quick(300)
 @given(
     run=runs(),

@@ -175,9 +175,10 @@ def test_a_torn_last_checkpoint_falls_back(here, capsys):
     assert "model_final.pth is damaged" in log and "Resumed from the older checkpoint" in log
 
 
-def test_debug_shows_the_traceback(here):
-    with pytest.raises(ValueError):
-        main(["train", "--debug", *MICRO, "SOLVER.MAX_ITER", "0"])
+def test_debug_shows_the_traceback_too(here, capsys):
+    assert main(["train", "--debug", *MICRO, "SOLVER.MAX_ITER", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" in error and "error: SOLVER.MAX_ITER = 0" in error
 
 
 def test_giving_up_is_status_1(here, capsys):

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -167,5 +168,6 @@ def _report(cfg, result):
     print(f"\nPredicted boxes:  {result['picture']}")
     print(f"All figures:      {os.path.join(folder, RESULT)}")
     print(f"TensorBoard:      {os.path.join(folder, 'events.out.tfevents.*')}")
-    print(f"  look at it:     python -m tensorboard.main --logdir {folder}   (then open http://localhost:6006)")
+    python = os.path.relpath(sys.executable) if sys.executable.startswith(os.getcwd() + os.sep) else sys.executable
+    print(f"  look at it:     {python} -m tensorboard.main --logdir {folder}   (then open http://localhost:6006)")
     print(f"\nAP {result['AP']:.1f}   AP50 {result['AP50']:.1f}   on the half of the movie that it never saw")
