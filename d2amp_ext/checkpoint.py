@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.utils import comm
-from torch.nn.parallel import DistributedDataParallel
 
 from .errors import UserError
 
@@ -99,7 +98,8 @@ class PrecisionCheckpointer(DetectionCheckpointer):
 
         names.remove("model_final.pth")
         final = written("model_final.pth")
-        names.insert(sum(written(name) > final for name in names), "model_final.pth")
+        newer = [number for number, name in enumerate(names, 1) if written(name) > final]
+        names.insert(max(newer, default=0), "model_final.pth")
 
     def resume_or_load(self, path, *, resume=True):
         """As in Detectron2. A resume takes the newest checkpoint that can be read, and says which ones it passed over.
@@ -132,9 +132,7 @@ class PrecisionCheckpointer(DetectionCheckpointer):
             CheckpointError: for a file that is missing, damaged, or would run code when `trust` is False.
         """
         try:
-            # With DDP, Detectron2 asks the ranks who has the file; the main rank's is enough for weights.
-            local = path and "://" not in path and not isinstance(self.model, DistributedDataParallel)
-            if local and not os.path.isfile(path.split("?")[0]):
+            if path and "://" not in path and not os.path.isfile(path.split("?")[0]):
                 raise CheckpointError(f"The checkpoint {path} does not exist.")
             return super().load(path, *args, **kwargs)
         except OSError as error:
@@ -168,8 +166,9 @@ class PrecisionCheckpointer(DetectionCheckpointer):
 def _checked(filename, checkpoint):
     """`checkpoint` if it holds the weights of a model by name; other files can be read, too."""
     model = checkpoint["model"]
-    items = model.items() if isinstance(model, dict) else [("model", model)]
-    for name, value in items:
+    if not isinstance(model, dict):
+        raise CheckpointError(f"The checkpoint {filename} holds a {type(model).__name__} and no model.")
+    for name, value in model.items():
         if not isinstance(name, str) or not isinstance(value, (torch.Tensor, np.ndarray)):
             raise CheckpointError(f"The checkpoint {filename} holds no model: {name!r} is a {type(value).__name__}.")
     return checkpoint
@@ -183,7 +182,9 @@ def _reading(filename, read):
             f"The checkpoint {filename} is damaged, or holds objects other than tensors and plain types, which could run "
             f"code when read ({_refused(error)}). {TRUST_HINT}"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AssertionError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # unpicklers raise nearly everything
         raise CheckpointError(f"The checkpoint {filename} is damaged: {_first_line(error)}") from error
 
 

@@ -153,7 +153,7 @@ class Scale:
 
 # A good update, a skip, two good ones: the growth of the scale starts to count again after a skip.
 @example((1, [([""], ""), (["nan loss"], ""), ([""], ""), ([""], "")]), "fp16", ScalerOptions(4.0, growth_interval=2), "sgd", 4, False, 1)
-@quick(300)
+@quick(500)
 @given(
     run=runs(),
     precision=st.sampled_from(["fp32", "bf16", "fp16"]),
@@ -280,7 +280,7 @@ def test_the_updates_that_are_made_are_those_of_a_plain_loop(window, count, prec
             assert torch.equal(ours, theirs)
 
 
-@quick(40)
+@quick(80)
 @given(run=runs(), cut=st.integers(1, 7), precision=st.sampled_from(["fp32", "fp16"]), scaler=options)
 def test_a_run_that_is_cut_anywhere_goes_on_as_if_it_had_not_been(run, cut, precision, scaler):
     window, updates = run
