@@ -153,7 +153,7 @@ class Scale:
 
 # A good update, a skip, two good ones: the growth of the scale starts to count again after a skip.
 @example((1, [([""], ""), (["nan loss"], ""), ([""], ""), ([""], "")]), "fp16", ScalerOptions(4.0, growth_interval=2), "sgd", 4, False, 1)
-@quick(500)
+@quick(300)
 @given(
     run=runs(),
     precision=st.sampled_from(["fp32", "bf16", "fp16"]),

@@ -586,7 +586,7 @@ def test_a_trainer_that_makes_another_one(config):
     made = []
     thread = threading.Thread(target=lambda: made.append(Student(config())), daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(30)
     assert made and type(made[0]._trainer) is type(Student.teacher._trainer) is AMPTrainer
 
 
