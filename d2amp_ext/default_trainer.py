@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 import threading
 import warnings
 import weakref
@@ -15,20 +14,19 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
-from . import _compat, hooks, random_state
+from . import _compat, hooks
+from .build import build_inner_trainer, wrap_model
 from .checkpoint import PrecisionCheckpointer
 from .config import check_cfg, unused_amp_keys
-from .data.position import DataPosition
 from .data.register import register_datasets
-from .errors import UserError
 from .evaluation import AutocastModel, build_evaluator, in_precision
 from .optimizer import build_optimizer
 from .policy import PrecisionPolicy
+from .resume import ResumeState
 from .scaling import scale_to_world
-from .trainer import TRAINER_REGISTRY
 
 logger = logging.getLogger(__name__)
-_constructing = threading.RLock()  # a trainer may make another one, such as a teacher
+_one_at_a_time = threading.RLock()  # a trainer may make another one, such as a teacher
 
 
 class PrecisionTrainerMixin:
@@ -42,9 +40,13 @@ class PrecisionTrainerMixin:
         last_step (StepRecord or None): the step just made; None when AMP is off.
     """
 
-    evaluated_iter = -1
-
     def __init__(self, cfg):
+        with self._constructing(cfg) as cfg:
+            super().__init__(cfg)
+
+    @contextlib.contextmanager
+    def _constructing(self, cfg):
+        """Around the constructor of DefaultTrainer. Gives the cfg to pass to it."""
         if not logging.getLogger("d2amp_ext").isEnabledFor(logging.INFO):
             setup_logger(name="d2amp_ext")
         check_cfg(cfg)
@@ -55,7 +57,7 @@ class PrecisionTrainerMixin:
         cfg = scale_to_world(cfg, comm.get_world_size())
         self._early_cfg = cfg  # DefaultTrainer sets self.cfg only after the inner trainer
         with _ddp_of(cfg):
-            super().__init__(cfg)
+            yield cfg
 
     # The inner trainer and the checkpointer are made inline by DefaultTrainer. Exact stock types become ours; what a
     # subclass made on purpose stays. A constructor that never reaches ours sets self.cfg last: hence at first use.
@@ -89,24 +91,11 @@ class PrecisionTrainerMixin:
         device = next(trainer.model.parameters(), torch.zeros(())).device
         policy = self._policy = PrecisionPolicy.from_cfg(cfg).resolve(device, "Precision of training")
         if cfg.SOLVER.AMP.ENABLED and type(trainer) in (SimpleTrainer, StockAMPTrainer):
-            trainer = _from_registry(cfg.SOLVER.AMP.TRAINER)(
-                trainer.model,
-                trainer.data_loader,
-                trainer.optimizer,
-                policy=policy,
-                accumulate_steps=cfg.SOLVER.ACCUMULATE_STEPS,
-                gather_metric_period=cfg.MONITOR.PERIOD or 20,
-                log_grad_scaler=cfg.SOLVER.AMP.LOG_GRAD_SCALER,
-            )
+            trainer = build_inner_trainer(cfg, policy, trainer.model, trainer.data_loader, trainer.optimizer)
             trainer.register_hooks([hooks.AfterBackward(weakref.proxy(self))])
-            batch = cfg.SOLVER.IMS_PER_BATCH
-            logger.info(
-                f"An update sees {batch * cfg.SOLVER.ACCUMULATE_STEPS} images: {cfg.SOLVER.ACCUMULATE_STEPS} "
-                f"micro-batch(es) of {batch} over {comm.get_world_size()} rank(s)."
-            )
         elif cfg.SOLVER.AMP.ENABLED:
             logger.warning(f"The inner trainer is a {type(trainer).__name__} of this project, left as it is.")
-        self._data_position = DataPosition(trainer.data_loader)
+        self._resume_state = ResumeState(weakref.proxy(self), trainer.data_loader)
         return trainer
 
     @property
@@ -130,19 +119,13 @@ class PrecisionTrainerMixin:
 
     def build_hooks(self):
         """The hooks of the class that this is mixed into, with Detectron2's own exchanged for those of `hooks`."""
-        built = []
-        for hook in super().build_hooks():
-            if type(hook) is stock_hooks.LRScheduler:
-                hook = hooks.LRScheduler(hook._optimizer, hook._scheduler, self.cfg.SOLVER.AMP.HOLD_LR_ON_SKIP)
-            elif type(hook) is stock_hooks.PeriodicCheckpointer:
-                hook.__class__ = hooks.PeriodicCheckpointer
-            elif type(hook) is stock_hooks.EvalHook:
-                hook.__class__ = hooks.EvalHook
-                if not comm.is_main_process():
-                    built.append(hooks.PeriodicCheckpointer(self.checkpointer, self.cfg.SOLVER.CHECKPOINT_PERIOD))
-            elif type(hook) is stock_hooks.PreciseBN and not hook._disabled:
+        self._trainer  # makes the resume state
+        others = None if comm.is_main_process() else (self.checkpointer, self.cfg.SOLVER.CHECKPOINT_PERIOD)
+        hold_lr_on_skip = self.cfg.SOLVER.AMP.HOLD_LR_ON_SKIP
+        built = hooks.exchange(super().build_hooks(), self._resume_state, hold_lr_on_skip, on_other_ranks=others)
+        for hook in built:
+            if type(hook) is stock_hooks.PreciseBN and not hook._disabled:
                 hook._model = AutocastModel(hook._model, self.policy)
-            built.append(hook)
         return built
 
     @classmethod
@@ -167,13 +150,10 @@ class PrecisionTrainerMixin:
     def before_train(self):
         inner = self._trainer
         inner.max_iter = self.max_iter
-        periods = [h._period for h in self._hooks if isinstance(h, stock_hooks.PeriodicWriter)]
-        if hasattr(inner, "flush_metrics"):
-            # Only the main rank has writers; all ranks must flush at the same iterations, and before a writer writes.
-            periods = [period for rank in comm.all_gather(periods) for period in rank]
-            inner.gather_metric_period = math.gcd(inner.gather_metric_period, *periods)
+        if hasattr(inner, "follow_writers"):
+            inner.follow_writers(self._hooks)
         super().before_train()
-        self._restore_rank_state()
+        hooks.restore(self, self._resume_state, inner)
 
     def after_train(self):
         if hasattr(self._trainer, "flush_metrics"):
@@ -187,10 +167,7 @@ class PrecisionTrainerMixin:
         state = super().state_dict()
         if not _compat.saves_inner_trainer():
             state["_trainer"] = self._trainer.state_dict()
-        iteration, states = self.__dict__.get("_gathered") or (None, None)
-        state["ranks"] = states if iteration == self.iter else [self._rank_state()]
-        state["evaluated_iter"] = self.evaluated_iter
-        return state
+        return {**state, **self._resume_state.state_dict()}
 
     def load_state_dict(self, state_dict):
         """Takes the state of any DefaultTrainer, also one from before inner trainers saved theirs."""
@@ -202,37 +179,7 @@ class PrecisionTrainerMixin:
         super().load_state_dict(state_dict)
         if not _compat.saves_inner_trainer():
             self._trainer.load_state_dict(state_dict["_trainer"])
-        self.evaluated_iter = state_dict.get("evaluated_iter", state_dict["iteration"])
-        self._resumed_ranks = state_dict.get("ranks", [])
-
-    def gather_rank_states(self):
-        """Collects what every rank adds to the next checkpoint of this iteration. Called on every rank."""
-        self._gathered = (self.iter, comm.gather(self._rank_state()))
-
-    def _rank_state(self):
-        return {"random": random_state.capture(), "data": self._data_position.state_dict()}
-
-    def _restore_rank_state(self):
-        """Continues random numbers and data where the checkpoint was written; before the first step of a resumed run."""
-        if "_resumed_ranks" not in self.__dict__:
-            return
-        states = self.__dict__.pop("_resumed_ranks")
-        if len(states) != comm.get_world_size():
-            logger.warning(
-                f"The checkpoint has the random states of {len(states)} rank(s), this run has {comm.get_world_size()}: "
-                "random numbers and the order of data start again."
-            )
-            return
-        state = states[comm.get_rank()]
-        obstacle = self._data_position.restore(state["data"])
-        if obstacle:
-            logger.warning(f"The order of data starts again: {obstacle}.")
-        if hasattr(type(self._trainer), "_data_loader_iter"):
-            self._trainer._data_loader_iter  # making an iterator draws from torch's generator: before the next line
-        random_state.restore(state["random"])
-        for hook in self._hooks:
-            if type(hook) is hooks.EvalHook:
-                hook.catch_up()
+        self._resume_state.load_state_dict(state_dict)
 
 
 class PrecisionTrainer(PrecisionTrainerMixin, DefaultTrainer):
@@ -246,13 +193,6 @@ class PrecisionTrainer(PrecisionTrainerMixin, DefaultTrainer):
         return build_evaluator(cfg, dataset_name, output_folder)
 
 
-def _from_registry(name):
-    if name not in TRAINER_REGISTRY:
-        known = ", ".join(key for key, _ in TRAINER_REGISTRY)
-        raise UserError(f"SOLVER.AMP.TRAINER = {name!r} is not in TRAINER_REGISTRY. Registered: {known}.")
-    return TRAINER_REGISTRY.get(name)
-
-
 @contextlib.contextmanager
 def _ddp_of(cfg):
     """While DefaultTrainer's constructor runs: DDP with the arguments of SOLVER.DDP, on CPUs too, and no warnings of
@@ -263,12 +203,9 @@ def _ddp_of(cfg):
     stock = defaults.create_ddp_model
 
     def create_ddp_model(model, **kwargs):
-        kwargs.update((name.lower(), value) for name, value in cfg.SOLVER.DDP.items())
-        if next(model.parameters()).device.type == "cpu":
-            kwargs["device_ids"] = None
-        return stock(model, **kwargs)
+        return wrap_model(model, **{**kwargs, **{name.lower(): value for name, value in cfg.SOLVER.DDP.items()}})
 
-    with _constructing, warnings.catch_warnings():
+    with _one_at_a_time, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r".*torch\.cuda\.amp\.GradScaler")
         defaults.create_ddp_model = create_ddp_model
         try:

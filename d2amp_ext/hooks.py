@@ -17,7 +17,7 @@ class LRScheduler(hooks.LRScheduler):
         self._hold_on_skip = hold_on_skip
 
     def after_step(self):
-        step = self.trainer.last_step
+        step = getattr(self.trainer, "last_step", None)
         if step is None or not step.skipped:
             super().after_step()
         elif self._hold_on_skip:
@@ -31,11 +31,17 @@ class LRScheduler(hooks.LRScheduler):
 
 
 class PeriodicCheckpointer(hooks.PeriodicCheckpointer):
-    """Saves on the main rank, with the random states and data positions of all. Registered on every rank."""
+    """Saves on the main rank, with the random states and data positions of all. Registered on every rank.
+
+    Attributes:
+        resume_state (ResumeState or None): gathers those.
+    """
+
+    resume_state = None
 
     def after_step(self):
-        if self.is_due():
-            self.trainer.gather_rank_states()
+        if self.resume_state is not None and self.is_due():
+            self.resume_state.gather()
         super().after_step()
 
     def save_again(self):
@@ -57,7 +63,12 @@ class EvalHook(hooks.EvalHook):
 
     The checkpoint written before it, which a failing evaluation must not cost, says that evaluation is still to come:
     a run resumed from that one evaluates first.
+
+    Attributes:
+        resume_state (ResumeState or None): remembers which iteration was evaluated.
     """
+
+    resume_state = None
 
     def _do_eval(self):
         evaluate, self._func = self._func, lambda: finite(evaluate())
@@ -68,9 +79,9 @@ class EvalHook(hooks.EvalHook):
 
     def after_step(self):
         super().after_step()
-        if not self._is_due(self.trainer.iter + 1):
+        if self.resume_state is None or not self._is_due(self.trainer.iter + 1):
             return
-        self.trainer.evaluated_iter = self.trainer.iter
+        self.resume_state.evaluated_iter = self.trainer.iter
         for hook in self.trainer._hooks:
             if type(hook) is PeriodicCheckpointer and hook.is_due():
                 hook.save_again()
@@ -81,11 +92,66 @@ class EvalHook(hooks.EvalHook):
     def catch_up(self):
         """Evaluates at the start of a resumed run if its checkpoint was written just before an evaluation."""
         trainer = self.trainer
-        if self._is_due(trainer.start_iter) and trainer.evaluated_iter != trainer.start_iter - 1:
+        if self._is_due(trainer.start_iter) and self.resume_state.evaluated_iter != trainer.start_iter - 1:
             trainer.storage.iter = trainer.start_iter - 1
             self._do_eval()
-            trainer.evaluated_iter = trainer.start_iter - 1
+            self.resume_state.evaluated_iter = trainer.start_iter - 1
             trainer.storage.iter = trainer.start_iter
+
+
+def exchange(built, resume_state, hold_lr_on_skip=False, on_other_ranks=None):
+    """A list of hooks with Detectron2's own exchanged for those of this module. A subclass stays what it is.
+
+    Args:
+        built (list[HookBase or None]): as a trainer registers them.
+        resume_state (ResumeState):
+        hold_lr_on_skip (bool): whether the LR schedule waits when an update is skipped.
+        on_other_ranks (tuple or None): the checkpointer and the period of a PeriodicCheckpointer for ranks other than
+            the main one, where Detectron2 has none. None on the main rank.
+    """
+    hooks_of_ours = []
+    for hook in built:
+        if type(hook) is hooks.LRScheduler:
+            hook.__class__ = LRScheduler
+            hook._hold_on_skip = hold_lr_on_skip
+        elif type(hook) is hooks.PeriodicCheckpointer:
+            hook.__class__ = PeriodicCheckpointer
+            hook.resume_state = resume_state
+        elif type(hook) is hooks.EvalHook:
+            hook.__class__ = EvalHook
+            hook.resume_state = resume_state
+            if on_other_ranks:
+                on_other_ranks, gatherer = None, PeriodicCheckpointer(*on_other_ranks)
+                gatherer.resume_state = resume_state
+                hooks_of_ours.append(gatherer)
+        hooks_of_ours.append(hook)
+    return hooks_of_ours
+
+
+class Resume(HookBase):
+    """Restores a ResumeState before the first step. For a trainer that runs its own loop; registered last."""
+
+    def __init__(self, resume_state):
+        self._resume_state = resume_state
+
+    def before_train(self):
+        restore(self.trainer, self._resume_state, self.trainer)
+
+
+def restore(trainer, resume_state, inner):
+    """Puts a loaded ResumeState back, then evaluates what the checkpoint says is still to be evaluated.
+
+    Args:
+        trainer (TrainerBase): with the hooks.
+        resume_state (ResumeState):
+        inner (TrainerBase): that takes the data; the same one, or the one inside a DefaultTrainer.
+    """
+    if not resume_state.resumed:
+        return
+    resume_state.restore(lambda: getattr(inner, "_data_loader_iter", None))
+    for hook in trainer._hooks:
+        if type(hook) is EvalHook:
+            hook.catch_up()
 
 
 def finite(results):

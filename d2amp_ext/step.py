@@ -1,63 +1,14 @@
 """One update: from losses to an optimizer step or a skip, on one rank or many."""
 
 import contextlib
-import logging
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Dict, Optional
 
 import torch
-import torch.distributed as dist
-from detectron2.utils import comm
 
-from . import _compat
 from .errors import UserError
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What one step did. Tensors are detached and stay on their devices, so that keeping a record waits for nothing.
-
-    Attributes:
-        iteration (int): the update that was tried, from 0.
-        skipped (bool): whether it was skipped.
-        cause (str or None): None, or why it was skipped: "loss" (a loss was not finite), "gradient", "forward" (the
-            forward pass itself raised FloatingPointError), "no_gradient" (no parameter has one).
-        skips (int): skipped updates so far, this one included.
-        skips_in_row (int): skipped updates in a row up to this one; 0 after an update.
-        losses (dict[str, Tensor]): the losses by name, fp32 scalars, averaged over the window's micro-batches. Without
-            those of a forward that raised.
-        grad_norm (Tensor or None): the L2 norm of all unscaled gradients before clipping, an fp32 scalar; infinite or
-            NaN when they are not finite, None when there was no backward or no gradient.
-        scale (Tensor): the gradient scale of this step, an fp32 scalar; 1 without a scaler.
-    """
-
-    iteration: int
-    skipped: bool
-    cause: Optional[str]
-    skips: int
-    skips_in_row: int
-    losses: Dict[str, torch.Tensor]
-    grad_norm: Optional[torch.Tensor] = None
-    scale: Optional[torch.Tensor] = None
-
-
-class NonFiniteError(FloatingPointError):
-    """Training gave up: a step was not finite and the policy says "raise", or too many in a row were skipped.
-
-    Attributes:
-        record (StepRecord): the last step.
-    """
-
-    def __init__(self, message, record):
-        super().__init__(message)
-        self.record = record
-
-    def __reduce__(self):  # so that it gets out of a worker process
-        return type(self), (self.args[0], self.record)
+from .guard import NonFiniteError, StepRecord  # noqa: F401
+from .guard import agree_on_cause, back_off, global_norm, gradients_of, parameters_of, report_skip
+from .guard import update_scaler, worst_over_ranks
 
 
 def amp_step(
@@ -88,9 +39,33 @@ def amp_step(
         NonFiniteError: (a FloatingPointError) when the policy gives up; the skip itself is complete by then.
     """
     assert micro_batches >= 1, micro_batches
-    device = torch.device(policy.device) if policy.device else _parameters(optimizer)[0].device
-    scale = scaler.scale(torch.ones((), device=device))
+    device = torch.device(policy.device) if policy.device else parameters_of(optimizer)[0].device
     means, total, cause, failure = _backward_window(losses, scaler, micro_batches, device)
+    return conclude(
+        total, means, optimizer, policy=policy, scaler=scaler, iteration=iteration, previous=previous, cause=cause,
+        failure=failure, after_backward=after_backward, context=context,
+    )  # fmt: skip
+
+
+def conclude(
+    total, losses, optimizer, *, policy, scaler, iteration, previous, cause=None, failure=None, after_backward=None,
+    context="", step=None,
+):  # fmt: skip
+    """The second half of `amp_step`, after the backward passes of a window.
+
+    Args:
+        total (Tensor or None): the sum of the losses, an fp32 scalar; None when there was no backward.
+        losses (dict[str, Tensor]): for the record.
+        optimizer, policy, scaler, iteration, previous, after_backward, context: as for `amp_step`.
+        cause (str or None): of a skip that all ranks know of already.
+        failure (object): what this rank's forward raised.
+        step (callable or None): makes the update when it is not `optimizer.step()`.
+
+    Returns:
+        StepRecord
+    """
+    device = torch.device(policy.device) if policy.device else parameters_of(optimizer)[0].device
+    scale = scaler.scale(torch.ones((), device=device))
     norm = None
     if cause is None:
         scaler.unscale_(optimizer)
@@ -98,16 +73,16 @@ def amp_step(
             if after_backward is not None:
                 after_backward()
         except BaseException:
-            _back_off(scaler, policy, "no_gradient")  # else a caller who goes on finds gradients unscaled already
+            back_off(scaler, policy, "no_gradient")  # else a caller who goes on finds gradients unscaled already
             raise
-        gradients = _gradients(optimizer)
-        norm = _global_norm(gradients)
-        cause = _agree_on_cause(total, norm, gradients, device)
+        gradients = gradients_of(optimizer)
+        norm = global_norm(gradients)
+        cause = agree_on_cause(total, norm, gradients, device)
     if cause is None:
-        optimizer.step()
-        _update_scaler(scaler, policy)
+        (step or optimizer.step)()
+        update_scaler(scaler, policy)
     else:
-        _back_off(scaler, policy, cause)
+        back_off(scaler, policy, cause)
     skips, skips_in_row = (previous.skips, previous.skips_in_row) if previous else (0, 0)
     record = StepRecord(
         iteration=iteration,
@@ -115,12 +90,12 @@ def amp_step(
         cause=cause,
         skips=skips + (cause is not None),
         skips_in_row=skips_in_row + 1 if cause else 0,
-        losses=means,
+        losses=losses,
         grad_norm=norm,
         scale=scale,
     )
     if cause is not None:
-        _report_skip(record, policy, failure, context)
+        report_skip(record, policy, failure, context)
     return record
 
 
@@ -138,17 +113,16 @@ def _backward_window(losses, scaler, micro_batches, device):
         for number in range(micro_batches):
             loss_dict, failure, obstacle = {}, None, None
             try:
-                loss_dict = _by_name(next(losses))
+                loss_dict = by_name(next(losses))
             except FloatingPointError as error:
                 failure, obstacle = error, "forward"
             except StopIteration as error:
                 raise UserError(f"The losses ended after {number} of {micro_batches} micro-batches.") from error
-            # The same order of additions as in Detectron2; fp32 losses are summed as they are.
-            loss = sum(value.float() if value.dtype.itemsize < 4 else value for value in loss_dict.values())
+            loss = add_up(loss_dict)
             if obstacle is None and not getattr(loss, "requires_grad", False):
                 obstacle = "no_gradient"
             # A rank that has no backward to run would leave the others waiting for it in theirs.
-            obstacle = _worst_over_ranks(obstacle)
+            obstacle = worst_over_ranks(obstacle)
             if obstacle:
                 return means, None, obstacle, failure or ("on another rank" if obstacle == "forward" else None)
             if micro_batches > 1:
@@ -163,7 +137,13 @@ def _backward_window(losses, scaler, micro_batches, device):
     return means, total, None, None
 
 
-def _by_name(losses):
+def add_up(losses):
+    """The sum of a dict of losses in fp32, added in the same order as in Detectron2; fp32 losses are summed as they are."""
+    return sum(value.float() if value.dtype.itemsize < 4 else value for value in losses.values())
+
+
+def by_name(losses):
+    """What a model returns in training, a loss or a dict of them, as a dict."""
     if isinstance(losses, torch.Tensor):
         return {"total_loss": losses}
     if not isinstance(losses, Mapping):
@@ -172,112 +152,3 @@ def _by_name(losses):
             "dict of them by name."
         )
     return losses
-
-
-def _parameters(optimizer):
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _gradients(optimizer):
-    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-    return [g.coalesce().values() if g.is_sparse else g for g in gradients if g is not None]
-
-
-@torch.no_grad()
-def _global_norm(gradients):
-    if not gradients:
-        return None
-    target = gradients[0].device
-    norms = _compat.gradient_norms(gradients)
-    return torch.linalg.vector_norm(torch.stack([norm if norm.device == target else norm.to(target) for norm in norms]))
-
-
-def _agree_on_cause(total, norm, gradients, device):
-    """None, or why this step must be skipped, the same on every rank. The one device read of a step."""
-    has_gradient = norm is not None
-    values = torch.stack([total.to(device), norm.to(device) if has_gradient else torch.zeros((), device=device)])
-    if comm.get_world_size() == 1:
-        loss_bad, gradient_bad = (not math.isfinite(value) for value in values.tolist())
-    else:
-        flags = torch.cat([~torch.isfinite(values), torch.full((1,), has_gradient, device=device)]).float()
-        loss_bad, gradient_bad, has_gradient = _max_over_ranks(flags).tolist()
-    if loss_bad:
-        return "loss"
-    if gradient_bad:
-        # Squares of large finite gradients overflow the norm: look at the values themselves before dropping a step.
-        bad = [~torch.isfinite(gradient).all().to(device) for gradient in gradients]
-        flag = torch.stack(bad).any().float() if bad else torch.zeros((), device=device)
-        return "gradient" if _max_over_ranks(flag[None]).item() else None
-    return None if has_gradient else "no_gradient"
-
-
-def _max_over_ranks(flags):
-    if comm.get_world_size() > 1:
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return flags
-
-
-def _worst_over_ranks(obstacle):
-    """"forward" or "no_gradient" if that is the obstacle on any rank, else None. Waits for ranks, not for a device."""
-    obstacles = comm.all_gather(obstacle)  # over gloo, on the host
-    return next((name for name in ("forward", "no_gradient") if name in obstacles), None)
-
-
-def _update_scaler(scaler, policy):
-    if scaler.is_enabled():
-        scaler.update(policy.scaler.static or None)
-
-
-def _back_off(scaler, policy, cause):
-    """Lowers the scale after a skip, on this rank as on the others, whether or not its own gradients overflowed.
-
-    With public calls only: the state is read and loaded, which costs reads in a skipped step and none in others.
-    """
-    if not scaler.is_enabled():
-        return
-    state = scaler.state_dict()
-    if policy.scaler.static:
-        state["scale"] = policy.scaler.static
-    elif cause != "no_gradient":
-        floor = min(policy.scaler.min_scale, state["scale"])  # a scaler of the user's may start below it
-        state["scale"] = max(state["scale"] * state["backoff_factor"], floor)
-        state["_growth_tracker"] = 0
-    scaler.update(state["scale"])  # with a value, it forgets that gradients were unscaled and asks for no check of them
-    scaler.load_state_dict(state)
-
-
-_CAUSES = {
-    "loss": "a loss is not finite",
-    "gradient": "a gradient is not finite",
-    "forward": "the forward pass met values that are not finite",
-    "no_gradient": "no parameter has a gradient",
-}
-
-
-def _report_skip(record, policy, failure, context):
-    text = f"iteration {record.iteration}: {_CAUSES[record.cause]}" + (f" ({failure})" if failure else "")
-    bad = [name for name, value in record.losses.items() if not torch.isfinite(value)]
-    if bad:
-        text += f" ({', '.join(bad)})"
-    scale = f", gradient scale {record.scale.item():g}" if policy.precision == "fp16" else ""
-    counts = f"{record.skips} skipped so far, {record.skips_in_row} in a row"
-    if policy.nonfinite != "raise" and record.skips_in_row <= policy.max_consecutive_skips:
-        logger.warning(f"Skipped the update of {text}{scale}; {counts}.")
-        return
-    why = (
-        "SOLVER.AMP.NONFINITE is 'raise'"
-        if policy.nonfinite == "raise"
-        else f"more than SOLVER.AMP.MAX_CONSECUTIVE_SKIPS = {policy.max_consecutive_skips} in a row"
-    )
-    advice = {
-        "fp16": "Try SOLVER.AMP.PRECISION bf16 or fp32, a lower SOLVER.BASE_LR, or a longer warm-up.",
-        "bf16": "Try SOLVER.AMP.PRECISION fp32, a lower SOLVER.BASE_LR, or a longer warm-up.",
-    }.get(policy.precision, "Try a lower SOLVER.BASE_LR, a longer warm-up, or SOLVER.CLIP_GRADIENTS; check the data.")
-    if record.cause == "no_gradient":
-        advice = "Check which parameters are frozen and that the losses depend on the others."
-    details = context() if callable(context) else context
-    raise NonFiniteError(
-        f"Training stopped at {text}; {why}. Precision {policy.precision}{scale}; {counts}."
-        f"{' ' + details if details else ''} {advice}",
-        record,
-    )

@@ -2,11 +2,14 @@
 
 import contextlib
 import logging
+import math
 import time
 
 import torch
 from detectron2.engine import AMPTrainer as _AMPTrainer
 from detectron2.engine import SimpleTrainer
+from detectron2.engine.hooks import PeriodicWriter
+from detectron2.utils import comm
 from fvcore.common.registry import Registry
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -100,6 +103,20 @@ class AMPTrainer(_AMPTrainer):
         """Trains from `start_iter` to `max_iter`, with the TF32 switches as the policy says."""
         with self.policy.float32_switches():
             super().train(start_iter, max_iter)
+
+    def before_train(self):
+        self.follow_writers(self._hooks)
+        super().before_train()
+
+    def follow_writers(self, hooks):
+        """Makes losses arrive before any writer writes. Every rank must call it.
+
+        Args:
+            hooks (list[HookBase]): of the trainer that runs the loop; only the main rank has writers.
+        """
+        periods = [hook._period for hook in hooks if isinstance(hook, PeriodicWriter)]
+        periods = [period for rank in comm.all_gather(periods) for period in rank]
+        self.gather_metric_period = math.gcd(self.gather_metric_period, *periods)
 
     def after_train(self):
         self.flush_metrics(gather=self.iter == self.max_iter)

@@ -15,12 +15,19 @@ from detectron2.solver import LRMultiplier
 from fvcore.common.param_scheduler import LinearParamScheduler
 
 from d2amp_ext import AMPTrainer, PrecisionCheckpointer, PrecisionPolicy, hooks
+from d2amp_ext.resume import ResumeState
+
+
+class Gathering(ResumeState):
+    """Notes the iterations at which the states of ranks are gathered."""
+
+    def gather(self):
+        self.gathered.append(self._trainer.iter)
+        super().gather()
 
 
 class Loop(TrainerBase):
-    """What the hooks need of PrecisionTrainer: an inner trainer and the calls for an exact resume."""
-
-    evaluated_iter = -1
+    """What the hooks need of PrecisionTrainer: an inner trainer and a resume state."""
 
     def __init__(self, folder=None, spoil=(), steps=10):
         super().__init__()
@@ -28,7 +35,8 @@ class Loop(TrainerBase):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.inner = AMPTrainer(self.model, tiny_data(40, spoil), self.optimizer, policy=PrecisionPolicy("fp32"))
         self.steps = steps
-        self.gathered = []
+        self.resume_state = Gathering(weakref.proxy(self), self.inner.data_loader)
+        self.gathered = self.resume_state.gathered = []
         if folder is not None:
             self.checkpointer = PrecisionCheckpointer(self.model, str(folder), trainer=weakref.proxy(self))
 
@@ -40,13 +48,13 @@ class Loop(TrainerBase):
         self.inner.iter = self.iter
         self.inner.run_step()
 
-    def gather_rank_states(self):
-        self.gathered.append(self.iter)
-
     def state_dict(self):
-        return {**super().state_dict(), "evaluated_iter": self.evaluated_iter}
+        return {**super().state_dict(), **self.resume_state.state_dict()}
 
     def go(self, *hooks, start=0):
+        for hook in hooks:
+            if hasattr(hook, "resume_state"):
+                hook.resume_state = self.resume_state
         self.register_hooks(list(hooks))
         self.train(start, self.steps)
         return self
@@ -213,8 +221,9 @@ def test_a_failing_evaluation_costs_no_checkpoint(tmp_path):
 def test_catching_up(tmp_path, start, evaluated, period, calls):
     loop, evaluate = Loop(tmp_path), Evaluate()
     hook = hooks.EvalHook(period, evaluate)
+    hook.resume_state = loop.resume_state
     loop.register_hooks([hook])
-    loop.start_iter, loop.max_iter, loop.evaluated_iter = start, 10, evaluated
+    loop.start_iter, loop.max_iter, loop.resume_state.evaluated_iter = start, 10, evaluated
     from detectron2.utils.events import EventStorage
 
     with EventStorage(start) as loop.storage:
