@@ -1,9 +1,10 @@
-"""The parts of a run that Detectron2 makes inline: the inner trainer, and the model of several ranks."""
+"""The parts of a run that Detectron2 makes inline: the inner trainer, schedules, and the model of several ranks."""
 
 import logging
 
 from detectron2.engine import SimpleTrainer
 from detectron2.engine.defaults import create_ddp_model
+from detectron2.solver import LRMultiplier
 from detectron2.utils import comm
 
 from .errors import UserError
@@ -49,6 +50,24 @@ def build_inner_trainer(cfg, policy, model, data_loader, optimizer):
         f"micro-batch(es) of {batch} over {comm.get_world_size()} rank(s)."
     )
     return trainer
+
+
+def build_lr_multiplier(optimizer, scheduler, max_iter):
+    """A torch scheduler of `max_iter` steps from one of fvcore's.
+
+    Some of those, such as ConstantParamScheduler, have no value for the end itself, which Detectron2's hook asks for
+    after the last update; they keep the one before it.
+
+    Args:
+        optimizer (torch.optim.Optimizer):
+        scheduler (ParamScheduler): maps progress in [0, 1] to a factor of the learning rate.
+        max_iter (int): updates.
+    """
+    try:
+        scheduler(1.0)
+    except RuntimeError:
+        scheduler, ends_before = (lambda where: ends_before(min(where, 1 - 1e-9))), scheduler
+    return LRMultiplier(optimizer, scheduler, max_iter)
 
 
 def wrap_model(model, **ddp):

@@ -15,6 +15,7 @@ from .errors import UserError
 # Name -> (module with add_arguments and run, one line of help).
 COMMANDS = {
     "train": ("commands.train", "train and evaluate a model from a YAML config"),
+    "lazy": ("commands.lazy", "train and evaluate a model from a LazyConfig"),
     "predict": ("commands.predict", "draw a model's predictions on images"),
     "demo": ("commands.demo", "train a detector on real microscopy images in a few minutes"),
     "setup": ("setup_detectron2", "install torch and Detectron2 where they are missing"),

@@ -48,7 +48,7 @@ def find_config(name, relative_to=None):
         if candidate.is_file():
             return str(candidate)
     if candidates[0].is_dir():
-        raise UserError(f"The config {text} is a folder. Name a .yaml file in it.")
+        raise UserError(f"The config {text} is a folder. Name a .yaml or .py file in it.")
     raise UserError(
         f"The config {text} does not exist: not as a path from {Path(relative_to or '.').resolve()}, not among the "
         f"configs of d2amp_ext ({packaged_dir()}), not in Detectron2's zoo ({zoo_dir()}).{_nearest(text)}"
@@ -59,7 +59,7 @@ def _nearest(name):
     known = {
         path.relative_to(root).as_posix()
         for root in (packaged_dir(), zoo_dir())
-        for path in root.rglob("*.yaml")
+        for path in root.rglob("*.py" if name.endswith(".py") else "*.yaml")
     }  # fmt: skip
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if not near:
@@ -84,6 +84,8 @@ def read_yaml(filename, trust=False):
 
 
 def _read(filename, trust, readers):
+    if filename.endswith(".py"):
+        raise UserError(f"The config {filename} is Python. For a LazyConfig use d2amp lazy; this command takes YAML.")
     if filename in readers:
         raise UserError(f"{BASE_KEY} goes in a circle: {' -> '.join((*readers, filename))}")
     try:

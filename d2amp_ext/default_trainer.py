@@ -19,7 +19,7 @@ from .build import build_inner_trainer, wrap_model
 from .checkpoint import PrecisionCheckpointer
 from .config import check_cfg, unused_amp_keys
 from .data.register import register_datasets
-from .evaluation import AutocastModel, build_evaluator, in_precision
+from .evaluation import AutocastModel, build_evaluator, evaluating
 from .optimizer import build_optimizer
 from .policy import PrecisionPolicy
 from .resume import ResumeState
@@ -131,9 +131,7 @@ class PrecisionTrainerMixin:
     @classmethod
     def test(cls, cfg, model, evaluators=None):
         """As in Detectron2, in the precision of TEST.AMP and with fp32 outputs."""
-        policy = PrecisionPolicy.for_evaluation(cfg)
-        model = in_precision(model, policy)
-        with getattr(model, "policy", policy).float32_switches():
+        with evaluating(model, PrecisionPolicy.for_evaluation(cfg)) as model:
             return super().test(cfg, model, evaluators)
 
     # Running

@@ -1,5 +1,6 @@
 """Evaluation: which evaluator a data set needs, and running a model in the evaluation's own precision."""
 
+import contextlib
 import os
 
 import torch
@@ -101,6 +102,19 @@ def in_precision(model, policy):
     parameter = next(model.parameters(), torch.zeros(()))
     policy = policy.resolve(parameter.device, "Precision of evaluation")
     return model if policy.precision == "off" else AutocastModel(model, policy)
+
+
+@contextlib.contextmanager
+def evaluating(model, policy):
+    """A context that gives `model` as it is to be evaluated: under `policy`, with its fp32 switches.
+
+    Args:
+        model (nn.Module): one that is under a policy already stays under that.
+        policy (PrecisionPolicy): not resolved.
+    """
+    model = in_precision(model, policy)
+    with getattr(model, "policy", policy).float32_switches():
+        yield model
 
 
 def to_fp32(value):

@@ -22,7 +22,7 @@ from detectron2.modeling.proposal_generator import RPN, StandardRPNHead
 from detectron2.modeling.roi_heads import FastRCNNConvFCHead, FastRCNNOutputLayers, StandardROIHeads
 from detectron2.solver import WarmupParamScheduler
 from detectron2.solver.build import get_default_optimizer_params
-from fvcore.common.param_scheduler import ConstantParamScheduler
+from fvcore.common.param_scheduler import MultiStepParamScheduler
 
 from ..common.train import train
 
@@ -139,7 +139,7 @@ train.eval_period = 0  # at the end only
 train.seed = 42
 
 lr_multiplier = L(WarmupParamScheduler)(
-    scheduler=L(ConstantParamScheduler)(value=1.0),
+    scheduler=L(MultiStepParamScheduler)(values=[1.0], milestones=[], num_updates="${train.max_iter}"),
     warmup_factor=0.001,
     warmup_length=5 / train.max_iter,
     warmup_method="linear",

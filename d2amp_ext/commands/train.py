@@ -4,6 +4,8 @@ import logging
 import os
 from collections import OrderedDict
 
+from .flags import add_run_flags
+
 EXAMPLES = """
 examples:
   on this machine's GPU, or on its CPU where there is none
@@ -21,26 +23,9 @@ examples:
 
 def add_arguments(parser):
     """Detectron2's flags, and ours."""
-    import argparse
-
-    port = 2**15 + 2**14 + hash(getattr(os, "getuid", int)()) % 2**14  # as in Detectron2
+    configs = "a path, a config of this package, or a name in Detectron2's model zoo"
+    add_run_flags(parser, configs, "KEY VALUE", "SOLVER.BASE_LR 0.01 DATASETS.TEST \"('mine',)\"")
     parser.epilog = EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--config-file", default="", metavar="FILE",
-                        help="a path, a config of this package, or a name in Detectron2's model zoo")  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in OUTPUT_DIR, if any")
-    parser.add_argument("--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS (or, with --resume, the last "
-                        "checkpoint) and do not train")  # fmt: skip
-    parser.add_argument("--num-gpus", type=int, default=1, metavar="N",
-                        help="GPUs on this machine; without GPUs, processes on the CPU (default: 1)")  # fmt: skip
-    parser.add_argument("--num-machines", type=int, default=1, metavar="N", help="machines (default: 1)")
-    parser.add_argument("--machine-rank", type=int, default=0, metavar="N", help="number of this machine, from 0")
-    parser.add_argument("--dist-url", default=f"tcp://127.0.0.1:{port}", metavar="URL",
-                        help="where the processes meet; auto picks a free port (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--trust", action="store_true",
-                        help="allow config files and weights that can run code")  # fmt: skip
-    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE",
-                        help="config overrides, after all flags: SOLVER.BASE_LR 0.01 DATASETS.TEST \"('mine',)\"")
 
 
 def run(args):
