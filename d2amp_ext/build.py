@@ -6,6 +6,7 @@ from detectron2.engine import SimpleTrainer
 from detectron2.engine.defaults import create_ddp_model
 from detectron2.solver import LRMultiplier
 from detectron2.utils import comm
+from fvcore.common.param_scheduler import ParamScheduler
 
 from .errors import UserError
 from .trainer import TRAINER_REGISTRY
@@ -66,8 +67,16 @@ def build_lr_multiplier(optimizer, scheduler, max_iter):
     try:
         scheduler(1.0)
     except RuntimeError:
-        scheduler, ends_before = (lambda where: ends_before(min(where, 1 - 1e-9))), scheduler
+        scheduler = _WithAnEnd(scheduler)
     return LRMultiplier(optimizer, scheduler, max_iter)
+
+
+class _WithAnEnd(ParamScheduler):
+    def __init__(self, scheduler):
+        self._scheduler = scheduler
+
+    def __call__(self, where):
+        return self._scheduler(min(where, 1 - 1e-9))
 
 
 def wrap_model(model, **ddp):

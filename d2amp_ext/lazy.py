@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import logging
+import os
 import re
 from collections.abc import Mapping
 
@@ -57,6 +58,8 @@ def load_lazy(config_file, overrides=(), *, trust=False):
     if not config_file:
         raise UserError("--config-file is missing. Name a LazyConfig, such as quick/faster_rcnn_micro.py.")
     filename = find_config(config_file)
+    if "://" not in filename:
+        filename = os.path.abspath(filename)  # what it imports is looked up from its folder
     if not filename.endswith(".py") and not trust:
         raise UserError(
             f"The config {filename} is not a .py file. For a Detectron2 YAML config use d2amp train. A LazyConfig that was "

@@ -137,18 +137,19 @@ KEYS = {
 }
 
 # Command -> option or positional -> its default. `...` where it depends on the machine. All have --help and --debug.
+RUN_FLAGS = {
+    "--config-file": "",
+    "--resume": False,
+    "--eval-only": False,
+    "--num-gpus": 1,
+    "--num-machines": 1,
+    "--machine-rank": 0,
+    "--dist-url": ...,
+    "--trust": False,
+}
 OPTIONS = {
-    "train": {
-        "--config-file": "",
-        "--resume": False,
-        "--eval-only": False,
-        "--num-gpus": 1,
-        "--num-machines": 1,
-        "--machine-rank": 0,
-        "--dist-url": ...,
-        "--trust": False,
-        "opts": None,
-    },
+    "train": {**RUN_FLAGS, "opts": None},
+    "lazy": {**RUN_FLAGS, "opts": None},
     "predict": {
         "images": None,
         "--config-file": None,
@@ -274,11 +275,12 @@ def test_options_of_a_command(name):
     assert all(action.help for action in found.values())
 
 
-def test_train_takes_the_flags_of_detectron2():
+@pytest.mark.parametrize("name", ["train", "lazy"])
+def test_training_commands_take_the_flags_of_detectron2(name):
     from detectron2.engine import default_argument_parser
 
     stock = {option for action in default_argument_parser()._actions for option in action.option_strings}
-    assert stock - {"-h", "--help"} <= set(OPTIONS["train"])
+    assert stock - {"-h", "--help"} <= set(OPTIONS[name])
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -91,6 +91,7 @@ def do_train(config, cfg, args):
     from .. import hooks
     from ..build import build_inner_trainer, build_lr_multiplier, wrap_model
     from ..checkpoint import PrecisionCheckpointer
+    from ..lazy import lazy_names
     from ..policy import PrecisionPolicy
     from ..resume import ResumeState
 
@@ -103,7 +104,8 @@ def do_train(config, cfg, args):
     loader = instantiate(config.dataloader.train)
     model = wrap_model(model, **train.get("ddp", {}))
     policy = PrecisionPolicy.from_cfg(cfg).resolve(cfg.MODEL.DEVICE, "Precision of training")
-    trainer = build_inner_trainer(cfg, policy, model, loader, optimizer)
+    with lazy_names():
+        trainer = build_inner_trainer(cfg, policy, model, loader, optimizer)
 
     scheduler = instantiate(config.lr_multiplier)
     if isinstance(scheduler, ParamScheduler):  # made now, so that a checkpoint can restore it
