@@ -17,6 +17,7 @@ _EXPORTS = {
     "StepRecord": "step",
     "NonFiniteError": "step",
     "amp_step": "step",
+    "fp32_island": "numerics.island",
     "AMPTrainer": "trainer",
     "TRAINER_REGISTRY": "trainer",
     "PrecisionTrainer": "default_trainer",

@@ -19,6 +19,7 @@ from detectron2.structures import Instances
 from torch import nn
 
 from .errors import UserError
+from .numerics.protect import protect
 
 
 def _coco(name, folder):
@@ -101,7 +102,10 @@ def in_precision(model, policy):
     """
     parameter = next(model.parameters(), torch.zeros(()))
     policy = policy.resolve(parameter.device, "Precision of evaluation")
-    return model if policy.precision == "off" else AutocastModel(model, policy)
+    if policy.precision == "off":
+        return model
+    protect(model, policy)
+    return AutocastModel(model, policy)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from . import _compat
 from .errors import UserError
 from .metrics import MetricBuffer
+from .numerics.protect import protect
 from .policy import PrecisionPolicy
 from .step import NonFiniteError, StepRecord, amp_step
 
@@ -38,6 +39,7 @@ class AMPTrainer(_AMPTrainer):
 
     Attributes:
         policy (PrecisionPolicy): resolved for the model's device.
+        protection (Protection): what of the model stays in fp32.
         last_step (StepRecord or None): the step just made.
         accumulate_steps (int): micro-batches per update.
         max_iter (int or None): set by whoever runs the loop, so that the last step's losses are written.
@@ -79,6 +81,7 @@ class AMPTrainer(_AMPTrainer):
             raise UserError(f"accumulate_steps = {accumulate_steps}: must be 1 or more micro-batches per update.")
         policy = _policy_from(policy, precision, grad_scaler).resolve(_device_of(model))
         grad_scaler = grad_scaler or policy.make_scaler()
+        self.protection = protect(model, policy)
         stock = {
             "gather_metric_period": gather_metric_period,
             "zero_grad_before_forward": zero_grad_before_forward,

@@ -33,7 +33,7 @@ ALLOWED = {
     "policy": "_compat errors precisions",
     "scaling": "errors",
     # policy -> trainer -> step -> metrics
-    "trainer": "_compat errors metrics policy step",
+    "trainer": "_compat errors metrics numerics.protect policy step",
     "step": "errors guard",
     "guard": "_compat",
     "metrics": "_compat",
@@ -42,7 +42,14 @@ ALLOWED = {
     "resume": "data.position random_state",
     "optimizer": "errors",
     "checkpoint": "errors",
-    "evaluation": "errors",
+    "evaluation": "errors numerics.protect",
+    # what stays in fp32
+    "numerics": "",
+    "numerics.island": "",
+    "numerics.operators": "numerics.island",
+    "numerics.shield": "numerics.island numerics.operators",
+    "numerics.modules": "errors numerics.island",
+    "numerics.protect": "_compat errors numerics.island numerics.modules numerics.shield",
     "launch": "errors",
     # data sets
     "data": "",

@@ -104,10 +104,12 @@ def test_every_key_has_a_twin_that_arrives():
         "SOLVER.AMP.SCALER.BACKOFF_FACTOR": 0.25, "SOLVER.AMP.SCALER.STATIC": 8.0, "TEST.AMP.PRECISION": "bf16",
         "FAST.LEVEL": 0,
     }  # fmt: skip
-    refused_so_far = {"SOLVER.AMP.FP32_MODULES", "SOLVER.AMP.COMM_HOOK", "FAST.DISABLE", "MONITOR.WRITERS"}
+    refused_so_far = {"SOLVER.AMP.COMM_HOOK", "FAST.DISABLE", "MONITOR.WRITERS"}
     for key, default in DEFAULTS.items():
         name = lazy_name(key)
-        if name.startswith("train.") and key not in refused_so_far:
+        if key == "SOLVER.AMP.FP32_MODULES":
+            assert get_key(cfg_with(ON, f"{name}=[one,Two]"), key) == ("one", "Two")
+        elif name.startswith("train.") and key not in refused_so_far:
             value = others.get(key, not default if isinstance(default, bool) else default * 2)
             found = get_key(cfg_with(ON, f"{name}={value}"), key)
             assert found == value and type(found) is type(default), key

@@ -32,12 +32,14 @@ NAMES = [
     "UserError",
     "add_amp_config",
     "amp_step",
+    "fp32_island",
     "load_cfg",
 ]
 
 SIGNATURES = {
     "add_amp_config": "(cfg)",
     "load_cfg": "(config_file=None, opts=(), *, trust=False)",
+    "fp32_island": "(target)",
     "amp_step": "(losses, optimizer, *, policy, scaler, iteration=0, previous=None, micro_batches=1, after_backward=None, "
     "context='')",
     "AMPTrainer": "(model, data_loader, optimizer, gather_metric_period=1, zero_grad_before_forward=False, "

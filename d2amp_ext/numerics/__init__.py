@@ -1,0 +1,1 @@
+"""Which operators and modules stay in fp32, and what happens to values that are not finite."""
