@@ -25,6 +25,8 @@ class StepRecord:
             forward pass itself raised FloatingPointError), "no_gradient" (no parameter has one).
         skips (int): skipped updates so far, this one included.
         skips_in_row (int): skipped updates in a row up to this one; 0 after an update.
+        retried (bool): whether this update was made from a second forward in fp32, because the first was not finite.
+        retries (int): such updates so far.
         losses (dict[str, Tensor]): the losses by name, fp32 scalars, averaged over the window's micro-batches. Without
             those of a forward that raised.
         grad_norm (Tensor or None): the L2 norm of all unscaled gradients before clipping, an fp32 scalar; infinite or
@@ -40,6 +42,8 @@ class StepRecord:
     losses: Dict[str, torch.Tensor]
     grad_norm: Optional[torch.Tensor] = None
     scale: Optional[torch.Tensor] = None
+    retried: bool = False
+    retries: int = 0
 
 
 class NonFiniteError(FloatingPointError):
@@ -135,6 +139,14 @@ _CAUSES = {
     "forward": "the forward pass met values that are not finite",
     "no_gradient": "no parameter has a gradient",
 }
+
+
+def report_retry(record, policy, cause, failure):
+    reason = _CAUSES[cause] + (f" ({failure})" if failure else "")
+    logger.warning(
+        f"Made the update of iteration {record.iteration} in fp32, for in {policy.precision} {reason}; "
+        f"{record.retries} such update(s) so far."
+    )
 
 
 def report_skip(record, policy, failure, context):

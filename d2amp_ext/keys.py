@@ -63,7 +63,6 @@ DEFAULTS = {
 
 # Keys whose machinery this version does not have yet, with the values that need none.
 NOT_YET = {
-    "SOLVER.AMP.NONFINITE": ("skip", "raise"),
     "SOLVER.AMP.COMM_HOOK": ("none",),
     "SOLVER.CHECKPOINT_KEEP": (0,),
     "SOLVER.CHECKPOINT_ON_ERROR": ("continue",),

@@ -7,12 +7,12 @@ import torch
 
 from .errors import UserError
 from .guard import NonFiniteError, StepRecord  # noqa: F401
-from .guard import agree_on_cause, back_off, global_norm, gradients_of, parameters_of, report_skip
+from .guard import agree_on_cause, back_off, global_norm, gradients_of, parameters_of, report_retry, report_skip
 from .guard import update_scaler, worst_over_ranks
 
 
 def amp_step(
-    losses, optimizer, *, policy, scaler, iteration=0, previous=None, micro_batches=1, after_backward=None, context=""
+    losses, optimizer, *, policy, scaler, iteration=0, previous=None, micro_batches=1, after_backward=None, context="", retry=None
 ):
     """Backward, unscale, check, clip, step or skip, and scaler update.
 
@@ -31,6 +31,8 @@ def amp_step(
         micro_batches (int): how many values `losses` yields; the update uses their mean.
         after_backward (callable or None): called with true gradients in place, before the check.
         context (str or callable): added to the message that ends a run (learning rate, image files ...).
+        retry (callable or None): for a policy whose `nonfinite` is "retry_fp32": runs the forward passes of this window
+            once more, with the same random state, in fp32; returns what `losses` may be.
 
     Returns:
         StepRecord
@@ -41,15 +43,20 @@ def amp_step(
     assert micro_batches >= 1, micro_batches
     device = torch.device(policy.device) if policy.device else parameters_of(optimizer)[0].device
     means, total, cause, failure = _backward_window(losses, scaler, micro_batches, device)
+
+    def again():
+        optimizer.zero_grad()
+        return _backward_window(retry(), torch.amp.GradScaler(device.type, enabled=False), micro_batches, device)
+
     return conclude(
         total, means, optimizer, policy=policy, scaler=scaler, iteration=iteration, previous=previous, cause=cause,
-        failure=failure, after_backward=after_backward, context=context,
+        failure=failure, after_backward=after_backward, context=context, retry=again if retry else None,
     )  # fmt: skip
 
 
 def conclude(
     total, losses, optimizer, *, policy, scaler, iteration, previous, cause=None, failure=None, after_backward=None,
-    context="", step=None,
+    context="", step=None, retry=None,
 ):  # fmt: skip
     """The second half of `amp_step`, after the backward passes of a window.
 
@@ -60,6 +67,8 @@ def conclude(
         cause (str or None): of a skip that all ranks know of already.
         failure (object): what this rank's forward raised.
         step (callable or None): makes the update when it is not `optimizer.step()`.
+        retry (callable or None): runs the backward passes once more in fp32, without a scale; returns (dict of losses,
+            total, cause, failure).
 
     Returns:
         StepRecord
@@ -69,34 +78,54 @@ def conclude(
     norm = None
     if cause is None:
         scaler.unscale_(optimizer)
-        try:
-            if after_backward is not None:
-                after_backward()
-        except BaseException:
-            back_off(scaler, policy, "no_gradient")  # else a caller who goes on finds gradients unscaled already
-            raise
-        gradients = gradients_of(optimizer)
-        norm = global_norm(gradients)
-        cause = agree_on_cause(total, norm, gradients, device)
+        norm, cause = _check(total, optimizer, scaler, policy, after_backward, device)
+    first, first_failure = cause, failure
+    if cause is not None:
+        back_off(scaler, policy, cause)
+        if retry is not None and _can_retry(cause, policy):
+            losses, total, cause, failure = retry()
+            if cause is None:
+                norm, cause = _check(total, optimizer, scaler, policy, after_backward, device)
     if cause is None:
         (step or optimizer.step)()
-        update_scaler(scaler, policy)
-    else:
-        back_off(scaler, policy, cause)
-    skips, skips_in_row = (previous.skips, previous.skips_in_row) if previous else (0, 0)
+        if first is None:
+            update_scaler(scaler, policy)
+    counts = previous or StepRecord(iteration, False, None, 0, 0, {})
+    retried = first is not None and cause is None
     record = StepRecord(
         iteration=iteration,
         skipped=cause is not None,
         cause=cause,
-        skips=skips + (cause is not None),
-        skips_in_row=skips_in_row + 1 if cause else 0,
+        skips=counts.skips + (cause is not None),
+        skips_in_row=counts.skips_in_row + 1 if cause else 0,
         losses=losses,
         grad_norm=norm,
         scale=scale,
+        retried=retried,
+        retries=counts.retries + retried,
     )
+    if retried:
+        report_retry(record, policy, first, first_failure)
     if cause is not None:
         report_skip(record, policy, failure, context)
     return record
+
+
+def _check(total, optimizer, scaler, policy, after_backward, device):
+    """The norm of true gradients, and None or the cause of a skip, on which all ranks agree."""
+    try:
+        if after_backward is not None:
+            after_backward()
+    except BaseException:
+        back_off(scaler, policy, "no_gradient")  # else a caller who goes on finds gradients unscaled already
+        raise
+    gradients = gradients_of(optimizer)
+    norm = global_norm(gradients)
+    return norm, agree_on_cause(total, norm, gradients, device)
+
+
+def _can_retry(cause, policy):
+    return policy.nonfinite == "retry_fp32" and policy.precision in ("fp16", "bf16") and cause != "no_gradient"
 
 
 def _backward_window(losses, scaler, micro_batches, device):

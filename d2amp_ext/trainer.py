@@ -1,6 +1,7 @@
 """AMPTrainer: Detectron2's, in any precision, on any device. It takes explicit arguments and knows no cfg."""
 
 import contextlib
+import dataclasses
 import logging
 import math
 import time
@@ -13,10 +14,11 @@ from detectron2.utils import comm
 from fvcore.common.registry import Registry
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from . import _compat
+from . import _compat, random_state
 from .errors import UserError
 from .metrics import MetricBuffer
 from .numerics.protect import protect
+from .numerics.statistics import RunningStatistics
 from .policy import PrecisionPolicy
 from .step import NonFiniteError, StepRecord, amp_step
 
@@ -96,6 +98,8 @@ class AMPTrainer(_AMPTrainer):
         self.policy = policy
         self.accumulate_steps = accumulate_steps
         self.last_step = None
+        self._statistics = RunningStatistics(model)
+        self._fp32 = dataclasses.replace(policy, precision="fp32")
         self._skips = None  # the StepRecord that counts of skips go on from; survives a resume
         self.max_iter = None
         self._metrics = MetricBuffer()
@@ -130,6 +134,9 @@ class AMPTrainer(_AMPTrainer):
         start = time.perf_counter()
         batches = [next(self._data_loader_iter) for _ in range(self.accumulate_steps)]
         data_time = time.perf_counter() - start
+        self._statistics.save()
+        can_retry = self.policy.nonfinite == "retry_fp32"
+        before = random_state.capture() if can_retry else None
         try:
             record = amp_step(
                 self._forward_window(batches),
@@ -141,10 +148,14 @@ class AMPTrainer(_AMPTrainer):
                 micro_batches=self.accumulate_steps,
                 after_backward=getattr(self, "after_backward", None),
                 context=lambda: _describe_step(self.optimizer, batches),
+                retry=(lambda: self._forward_again(batches, before)) if can_retry else None,
             )
         except NonFiniteError as error:
+            self._statistics.restore()
             self.last_step = self._skips = error.record
             raise
+        if record.skipped:
+            self._statistics.restore()
         self.last_step = self._skips = record
         extra = {"[metric]grad_scaler": record.scale} if self.log_grad_scaler else None
         self._metrics.add(record, data_time, extra)
@@ -155,19 +166,27 @@ class AMPTrainer(_AMPTrainer):
         """Writes the losses of all steps since the last time. With `gather`, every rank must call it."""
         self._metrics.flush(gather)
 
-    def _forward_window(self, batches):
+    def _forward_again(self, batches, before):
+        """The same window in fp32, from the same random state and running statistics."""
+        random_state.restore(before)
+        self._statistics.restore()
+        with self._fp32.float32_switches():
+            yield from self._forward_window(batches, self._fp32)
+
+    def _forward_window(self, batches, policy=None):
         """Yields the losses of one micro-batch after another; the caller runs backward in between."""
         if self.zero_grad_before_forward:
             self.optimizer.zero_grad()
         # A window given up on one rank leaves DDP of the others waiting for a backward, which no_sync() would not end:
         # after it, every micro-batch is reduced once. DDP's static graph cannot leave out a reduction at all.
-        reduce_all = self.last_step is not None and self.last_step.cause in ("forward", "no_gradient")
+        is_retry = policy is not None
+        reduce_all = is_retry or self.last_step is not None and self.last_step.cause in ("forward", "no_gradient")
         is_ddp = isinstance(self.model, DistributedDataParallel)
         can_defer = is_ddp and not reduce_all and not self.model.static_graph
         for number, batch in enumerate(batches, 1):
             defer = can_defer and number < len(batches)
             with self.model.no_sync() if defer else contextlib.nullcontext():
-                with self.policy.autocast():
+                with (policy or self.policy).autocast():
                     losses = self.model(batch)
                 if number == 1 and not self.zero_grad_before_forward:
                     self.optimizer.zero_grad()
@@ -178,7 +197,7 @@ class AMPTrainer(_AMPTrainer):
         state = SimpleTrainer.state_dict(self)
         state["grad_scaler"] = self._scaler_state()
         if self._skips is not None:
-            state["skips"] = {"skips": self._skips.skips, "skips_in_row": self._skips.skips_in_row}
+            state["skips"] = {name: getattr(self._skips, name) for name in ("skips", "skips_in_row", "retries")}
         return state
 
     def _scaler_state(self):

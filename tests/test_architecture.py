@@ -33,7 +33,7 @@ ALLOWED = {
     "policy": "_compat errors precisions",
     "scaling": "errors",
     # policy -> trainer -> step -> metrics
-    "trainer": "_compat errors metrics numerics.protect policy step",
+    "trainer": "_compat errors metrics numerics.protect numerics.statistics policy random_state step",
     "step": "errors guard",
     "guard": "_compat",
     "metrics": "_compat",
@@ -48,6 +48,7 @@ ALLOWED = {
     "numerics.island": "",
     "numerics.operators": "numerics.island",
     "numerics.shield": "numerics.island numerics.operators",
+    "numerics.statistics": "numerics.island",
     "numerics.modules": "errors numerics.island",
     "numerics.protect": "_compat errors numerics.island numerics.modules numerics.shield",
     "launch": "errors",

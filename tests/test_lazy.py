@@ -115,7 +115,7 @@ def test_every_key_has_a_twin_that_arrives():
             assert found == value and type(found) is type(default), key
 
 
-@pytest.mark.parametrize("override", ["train.amp.comm_hook=bf16", "train.amp.nonfinite=retry_fp32", "train.fast.level=2"])
+@pytest.mark.parametrize("override", ["train.amp.comm_hook=bf16", "train.fast.level=2"])
 def test_what_is_not_there_yet_is_refused_under_the_name_that_was_written(override):
     with pytest.raises(UserError) as error:
         cfg_with(ON, override)

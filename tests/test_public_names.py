@@ -41,7 +41,7 @@ SIGNATURES = {
     "load_cfg": "(config_file=None, opts=(), *, trust=False)",
     "fp32_island": "(target)",
     "amp_step": "(losses, optimizer, *, policy, scaler, iteration=0, previous=None, micro_batches=1, after_backward=None, "
-    "context='')",
+    "context='', retry=None)",
     "AMPTrainer": "(model, data_loader, optimizer, gather_metric_period=1, zero_grad_before_forward=False, "
     "grad_scaler=None, precision=None, log_grad_scaler=False, async_write_metrics=False, *, policy=None, accumulate_steps=1)",
     "PrecisionTrainer": "(cfg)",
@@ -99,6 +99,8 @@ FIELDS = {
         "losses": REQUIRED,
         "grad_norm": None,
         "scale": None,
+        "retried": False,
+        "retries": 0,
     },
 }
 
