@@ -18,6 +18,7 @@ _EXPORTS = {
     "NonFiniteError": "step",
     "amp_step": "step",
     "fp32_island": "numerics.island",
+    "protect": "numerics.protect",
     "AMPTrainer": "trainer",
     "TRAINER_REGISTRY": "trainer",
     "PrecisionTrainer": "default_trainer",

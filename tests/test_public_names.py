@@ -34,12 +34,14 @@ NAMES = [
     "amp_step",
     "fp32_island",
     "load_cfg",
+    "protect",
 ]
 
 SIGNATURES = {
     "add_amp_config": "(cfg)",
     "load_cfg": "(config_file=None, opts=(), *, trust=False)",
     "fp32_island": "(target)",
+    "protect": "(model, policy)",
     "amp_step": "(losses, optimizer, *, policy, scaler, iteration=0, previous=None, micro_batches=1, after_backward=None, "
     "context='', retry=None)",
     "AMPTrainer": "(model, data_loader, optimizer, gather_metric_period=1, zero_grad_before_forward=False, "
