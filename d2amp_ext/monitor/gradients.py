@@ -85,7 +85,7 @@ def measure(parameters):
     device = gradients[0].device
     counts = torch.zeros(OCTAVES, dtype=torch.int32, device=device)
     peaks = []
-    for chunk in _chunks([g.detach().reshape(-1) for g in gradients]):
+    for chunk in _chunks([g.reshape(-1) for g in gradients]):
         flat = torch.cat([g.to(device, torch.float32) for g in chunk])
         low, high = torch.aminmax(flat)
         peaks.append(torch.maximum(-low, high))
@@ -98,7 +98,7 @@ def _chunks(flat):
     """Lists of 1-D tensors with no more than CHUNK values together."""
     chunk, room = [], CHUNK
     for tensor in flat:
-        for piece in tensor.split(CHUNK):
+        for piece in tensor.split(CHUNK) if tensor.numel() > CHUNK else (tensor,):
             if piece.numel() > room:
                 yield chunk
                 chunk, room = [], CHUNK

@@ -33,11 +33,12 @@ class Readout:
         """Adds something to the reading of this step.
 
         Args:
-            tensors (list[Tensor]): of any shape and float dtype, on any device.
+            tensors (list[Tensor]): of any shape and float dtype, on any device. Few: each costs some operators.
             finish (callable): takes their values, one flat list of floats, and returns scalars by name.
         """
         self._parts.append((tensors, finish))
 
+    @torch.no_grad()
     def read(self):
         """Reads everything that was added, in one transfer.
 
@@ -46,7 +47,7 @@ class Readout:
         """
         start = time.perf_counter()
         parts, self._parts = self._parts, []
-        tensors = [tensor.detach().float().reshape(-1) for part, _ in parts for tensor in part]
+        tensors = [tensor.float().reshape(-1) for part, _ in parts for tensor in part]
         values = []
         if tensors:
             device = tensors[0].device

@@ -35,7 +35,8 @@ class UpdateScalars(HookBase):
         tensors, sizes = [], {}
         for stage, (parameters, copies) in before.items():
             torch._foreach_sub_(copies, parameters)
-            tensors += _compat.gradient_norms(copies) + _compat.gradient_norms([p.detach() for p in parameters])
+            norms = _compat.gradient_norms(copies) + _compat.gradient_norms(parameters)
+            tensors.append(torch.stack([norm.to(norms[0].device) for norm in norms]))
             sizes[stage] = len(parameters)
         self._readout.add(tensors, lambda values: _finish(sizes, values))
 
