@@ -63,8 +63,8 @@ ALLOWED = {
     "monitor.steps": "",
     "monitor.speed": "",
     "monitor.memory": "",
-    "monitor.gradients": "_compat",
-    "monitor.updates": "_compat",
+    "monitor.gradients": "",
+    "monitor.updates": "",
     "monitor.build": "monitor.console monitor.devices monitor.flops monitor.gradients monitor.memory monitor.readout "
                      "monitor.speed monitor.stages monitor.steps monitor.updates",
     # data sets

@@ -52,3 +52,18 @@ def test_no_copy_of_the_weights_outlives_its_step():
 
     watched(trainer, hooks=[Note(look)])
     assert sizes == [0] * 10
+
+
+def test_weights_of_several_types():
+    model = TinyModel()
+    model.second.bfloat16()
+
+    class Mixed(TinyModel):
+        def forward(self, batch):
+            x = torch.cat([sample["x"] for sample in batch])
+            return {"loss": self.second(torch.relu(self.first(x)).bfloat16()).float().pow(2).mean()}
+
+    model.__class__ = Mixed
+    trainer = watched(tiny_trainer("off", model=model), period=1, steps=1)
+    for stage in ("first", "second"):
+        assert -20 < latest(trainer, f"precision/update_to_weight_log2/{stage}") < 0

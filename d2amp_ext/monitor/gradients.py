@@ -5,8 +5,6 @@ import math
 import torch
 from detectron2.engine import HookBase
 
-from .. import _compat
-
 FP16_MAX = 65504.0
 FLUSHED_BELOW_LOG2 = -25  # half of fp16's smallest number: what is below is rounded to zero
 OCTAVES = 256  # one for each exponent of fp32: [0] is zero and below 2^-126, [255] infinite or NaN
@@ -73,10 +71,10 @@ class GradientScalars(HookBase):
 
 @torch.no_grad()
 def measure(parameters):
-    """Counts by octave, the largest |gradient| and the norm of each gradient, as one fp32 vector on the device.
+    """Counts by octave, the largest |gradient| and L2 norms of parts of the gradients, as one fp32 vector on the device.
 
     Returns:
-        Tensor or None: (OCTAVES + 1 + number of gradients,); None when no parameter has a gradient.
+        Tensor or None: (OCTAVES + 1 + number of parts,); None when no parameter has a gradient.
     """
     gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
     gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
@@ -84,13 +82,13 @@ def measure(parameters):
         return None
     device = gradients[0].device
     counts = torch.zeros(OCTAVES, dtype=torch.int32, device=device)
-    peaks = []
+    peaks, norms = [], []
     for chunk in _chunks([g.reshape(-1) for g in gradients]):
         flat = torch.cat([g.to(device, torch.float32) for g in chunk])
         low, high = torch.aminmax(flat)
         peaks.append(torch.maximum(-low, high))
+        norms.append(torch.linalg.vector_norm(flat))
         counts += count_octaves(flat)
-    norms = [norm.to(device) for norm in _compat.gradient_norms(gradients)]
     return torch.cat([counts.float(), torch.stack(peaks).amax()[None], torch.stack(norms)])
 
 
@@ -123,7 +121,7 @@ def summarize(counts, peak, norms, scale):
     Args:
         counts (list[float]): by octave.
         peak (float): the largest |gradient|; infinite or NaN when one is.
-        norms (list[float]): of the single gradients.
+        norms (list[float]): of parts of the gradients; infinite when a square overflows, and then not written.
         scale (float): by which fp16 multiplies gradients.
     """
     values, zeros, bad = sum(counts), counts[0], counts[OCTAVES - 1]
