@@ -65,8 +65,12 @@ ALLOWED = {
     "monitor.memory": "",
     "monitor.gradients": "",
     "monitor.updates": "",
-    "monitor.build": "monitor.console monitor.devices monitor.flops monitor.gradients monitor.memory monitor.readout "
-                     "monitor.speed monitor.stages monitor.steps monitor.updates",
+    "monitor.board": "",
+    "monitor.histograms": "monitor.gradients",
+    "monitor.images": "monitor.stages predictions random_state",
+    "monitor.build": "monitor.board monitor.console monitor.devices monitor.flops monitor.gradients monitor.histograms "
+                     "monitor.images monitor.memory monitor.readout monitor.speed monitor.stages monitor.steps "
+                     "monitor.updates",
     # data sets
     "data": "",
     "data.specs": "errors",

@@ -117,4 +117,7 @@ def test_writers_and_places():
     one, two = HookBase(), PeriodicWriter([])
     two._writers = [Writer]
     assert writers_of([one, two]) == [Writer] and writers_of([one]) == []
-    assert place(["m"], [one, two]) == ["m", one, two]
+    late = HookBase()
+    late.late = True
+    assert place([late, "m"], [one, two, one]) == ["m", one, late, two, one]
+    assert place(["m", late], [one]) == ["m", one, late]
