@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import threading
+import types
 import warnings
 import weakref
 
@@ -20,6 +21,7 @@ from .checkpoint import PrecisionCheckpointer
 from .config import check_cfg, unused_amp_keys
 from .data.register import register_datasets
 from .evaluation import AutocastModel, build_evaluator, evaluating
+from .monitor import build_monitor_hooks, place, writers_of
 from .optimizer import build_optimizer
 from .policy import PrecisionPolicy
 from .resume import ResumeState
@@ -126,7 +128,11 @@ class PrecisionTrainerMixin:
         for hook in built:
             if type(hook) is stock_hooks.PreciseBN and not hook._disabled:
                 hook._model = AutocastModel(hook._model, self.policy)
-        return built
+        inner = self._trainer
+        watching = build_monitor_hooks(self.cfg, self.policy, self.model, inner.optimizer, writers=writers_of(built))
+        if self.policy.precision == "off":  # other hooks are not told, as in Detectron2
+            inner.register_hooks([hooks.AfterBackward(types.SimpleNamespace(_hooks=watching))])
+        return place(watching, built)
 
     @classmethod
     def test(cls, cfg, model, evaluators=None):

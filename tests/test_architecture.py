@@ -52,6 +52,25 @@ ALLOWED = {
     "numerics.modules": "errors numerics.island",
     "numerics.protect": "_compat errors numerics.island numerics.modules numerics.shield",
     "launch": "errors",
+    # records -> scalars -> EventStorage
+    "monitor": "monitor.build",
+    "monitor.names": "",
+    "monitor.stages": "",
+    "monitor.devices": "",
+    "monitor.flops": "",
+    "monitor.console": "",
+    "monitor.readout": "monitor.names",
+    "monitor.steps": "",
+    "monitor.speed": "",
+    "monitor.memory": "",
+    "monitor.gradients": "",
+    "monitor.updates": "",
+    "monitor.board": "",
+    "monitor.histograms": "monitor.gradients",
+    "monitor.images": "monitor.stages predictions random_state",
+    "monitor.build": "monitor.board monitor.console monitor.devices monitor.flops monitor.gradients monitor.histograms "
+                     "monitor.images monitor.memory monitor.readout monitor.speed monitor.stages monitor.steps "
+                     "monitor.updates",
     # data sets
     "data": "",
     "data.specs": "errors",
@@ -62,7 +81,8 @@ ALLOWED = {
     "data.register": "data.coco_format data.nuclei data.readers data.shapes data.specs errors",
     "data.position": "random_state",
     # what is put together from them
-    "default_trainer": "_compat build checkpoint config data.register evaluation hooks optimizer policy resume scaling",
+    "default_trainer": "_compat build checkpoint config data.register evaluation hooks monitor optimizer policy resume "
+                       "scaling",
     "preflight": "checkpoint config data.register errors policy",
     "predictor": "checkpoint config data.register errors evaluation launch policy",
     "predictions": "errors",
