@@ -35,6 +35,7 @@ _SINGLE = {
     "dataloader.test.dataset.names": "DATASETS.TEST",
     "model.roi_heads.num_classes": "MODEL.ROI_HEADS.NUM_CLASSES",
     "model.num_classes": "MODEL.RETINANET.NUM_CLASSES",
+    "model.input_format": "INPUT.FORMAT",
     "optimizer.lr": "SOLVER.BASE_LR",
 }
 _KNOWN = ("SOLVER.AMP.ENABLED", *DEFAULTS)
