@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-BENCHMARKS ?= benchmarks/step_overhead.py
+BENCHMARKS ?= benchmarks/step_overhead.py benchmarks/monitor_overhead.py
 
 PY := $(VENV)/bin/python
 # Each stamp is written when its step is done: a set-up that was stopped goes on where it was.

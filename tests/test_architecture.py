@@ -98,7 +98,8 @@ ALLOWED = {
     "commands": "",
     "commands.flags": "",
     "commands.train": "checkpoint commands.flags config config_files default_trainer launch preflight",
-    "commands.lazy": "build checkpoint commands.flags config_files evaluation hooks launch lazy monitor.build policy preflight resume",
+    "commands.lazy": "build checkpoint commands.flags config_files evaluation hooks launch lazy monitor policy preflight "
+                     "resume",
     "commands.predict": "checkpoint config config_files errors predictions predictor",
     "commands.demo": "config data.register default_trainer errors evaluation launch policy preflight",
     "cli": ". _compat errors",  # "." for __version__; it imports commands by name

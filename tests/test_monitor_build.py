@@ -121,3 +121,13 @@ def test_writers_and_places():
     late.late = True
     assert place([late, "m"], [one, two, one]) == ["m", one, late, two, one]
     assert place(["m", late], [one]) == ["m", one, late]
+
+
+def test_a_lazyconfig_run_has_the_same_figures(run_tool, tmp_path):
+    amp = ["train.amp.enabled=True", "train.amp.precision=fp32", "train.monitor.period=2", "train.max_iter=4"]
+    run_tool("d2amp_ext.cli", "lazy", "--config-file", "quick/faster_rcnn_micro.py", "train.device=cpu",
+             f"train.output_dir={tmp_path}/out", *amp, cwd=tmp_path, check=0)  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.json").read_text().splitlines()]
+    row = next(row for row in lines if row["iteration"] == 3)
+    assert row["precision/grad_norm/roi_box"] > 0 and row["speed/images_per_second"] > 0
+    assert list((tmp_path / "out").glob("events*"))

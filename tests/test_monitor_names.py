@@ -10,7 +10,8 @@ from d2amp_ext.monitor.names import PER_STAGE, SCALARS, WORST, base_of
 
 ELSEWHERE = {"memory/peak_allocated_gib", "memory/reserved_gib", "memory/oom_retries", "speed/mfu_pct"}  # need a GPU
 HOST = {"memory/host_rss_gib", "memory/host_peak_rss_gib"}
-WITH_AMP = {"precision/grad_scale", "precision/skipped_steps", "precision/consecutive_skips", "precision/skip_rate_pct"}
+WITH_AMP = {"precision/grad_scale", "precision/skipped_steps", "precision/consecutive_skips", "precision/skip_rate_pct",
+            "precision/retried_steps"}  # fmt: skip
 
 
 def written(trainer):

@@ -92,7 +92,7 @@ def do_train(config, cfg, args):
     from ..build import build_inner_trainer, build_lr_multiplier, wrap_model
     from ..checkpoint import PrecisionCheckpointer
     from ..lazy import lazy_names
-    from ..monitor import build as monitor
+    from ..monitor import build_monitor_hooks, place, writers_of
     from ..policy import PrecisionPolicy
     from ..resume import ResumeState
 
@@ -125,12 +125,11 @@ def do_train(config, cfg, args):
         else None,
         hooks.Resume(resume_state),
     ]
-    built = [hook for hook in built if hook is not None]
     others = None if is_main else (checkpointer, train.checkpointer.period)
     hold_lr_on_skip = cfg.SOLVER.AMP.HOLD_LR_ON_SKIP
     built = hooks.exchange(built, resume_state, hold_lr_on_skip, on_other_ranks=others)
-    watching = monitor.build_monitor_hooks(cfg, policy, model, optimizer, writers=monitor.writers_of(built))
-    trainer.register_hooks(monitor.place(watching, built))
+    watching = build_monitor_hooks(cfg, policy, model, optimizer, writers=writers_of(built))
+    trainer.register_hooks(place(watching, built))
 
     checkpointer.resume_or_load(train.init_checkpoint, resume=args.resume)
     start = trainer.iter + 1 if args.resume and checkpointer.has_checkpoint() else 0

@@ -14,7 +14,7 @@ _MORE = r"(_worst)?(/\w+)?$"
 LAYOUT = {
     "Precision": {
         "gradient scale": ["precision/grad_scale"],
-        "skipped updates": ["precision/skipped_steps", "precision/consecutive_skips"],
+        "skipped and retried updates": ["precision/skipped_steps", "precision/consecutive_skips", "precision/retried_steps"],
         "skip rate, % of the last 1000 updates": ["precision/skip_rate_pct"],
         "gradient norm, L2": ["precision/grad_norm"],
         "headroom of fp16, octaves": ["precision/fp16_headroom_log2"],

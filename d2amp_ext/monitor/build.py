@@ -14,7 +14,7 @@ from .images import PredictionImages
 from .memory import MemoryScalars
 from .readout import Readout, WriteReadout
 from .speed import SpeedScalars
-from .stages import group_parameters
+from .stages import group_parameters, unwrap
 from .steps import StepScalars
 from .updates import UpdateScalars
 
@@ -40,7 +40,7 @@ def build_monitor_hooks(cfg, policy, model, optimizer, *, writers=(), texts=None
         writers=writers,
         texts=texts,
         metadata=MetadataCatalog.get(cfg.DATASETS.TEST[0]) if cfg.DATASETS.TEST else None,
-        image_format=cfg.INPUT.FORMAT,
+        image_format=getattr(unwrap(model), "input_format", None) or cfg.INPUT.FORMAT,
     )
 
 

@@ -111,7 +111,7 @@ def picture(octaves, scale):
             draw.text((4, base - 16), f"not finite {counts[-1]:g}", fill=FP16, font=font)
     for row, (place, text, colour) in enumerate(limits(scale)):
         x, y = min(max(_x(place), SIDE), width - 8), 4 + 10 * row
-        draw.line([(x, y), (x, bottom)], fill=colour)
+        draw.line([(x, y), (x, bottom)], fill=colour, width=2)
         end = x + 3 + draw.textlength(text, font=font)
         draw.text((x + 3 if end < width else x - 3 - draw.textlength(text, font=font), y), text, fill=colour, font=font)
     for tick in range(-120, RIGHT, 20):

@@ -11,6 +11,7 @@ SCALARS = {
     "precision/skipped_steps": max,
     "precision/consecutive_skips": max,
     "precision/skip_rate_pct": max,
+    "precision/retried_steps": max,
     "precision/grad_norm": max,
     "precision/fp16_headroom_log2": min,
     "precision/underflow_pct": max,

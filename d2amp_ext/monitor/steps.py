@@ -27,5 +27,6 @@ class StepScalars(HookBase):
             "precision/skipped_steps": record.skips,
             "precision/consecutive_skips": record.skips_in_row,
             "precision/skip_rate_pct": 100 * sum(self._recent) / len(self._recent),
+            "precision/retried_steps": record.retries,
         }
         self._readout.add(list(tensors.values()), lambda values: {**counts, **dict(zip(tensors, values))})
