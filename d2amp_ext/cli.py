@@ -15,6 +15,7 @@ from .errors import UserError
 # Name -> (module with add_arguments and run, one line of help).
 COMMANDS = {
     "train": ("commands.train", "train and evaluate a model from a YAML config"),
+    "run": ("commands.run", "run somebody's own training script, unedited, with this package"),
     "lazy": ("commands.lazy", "train and evaluate a model from a LazyConfig"),
     "predict": ("commands.predict", "draw a model's predictions on images"),
     "demo": ("commands.demo", "train a detector on real microscopy images in a few minutes"),
@@ -90,7 +91,11 @@ def _mistake(error, debug):
 
 
 # What torch says about Detectron2's own code, which a user cannot act on.
-_ABOUT_DETECTRON2 = {"`torch.jit.script` is deprecated": "FutureWarning", "torch.meshgrid": "UserWarning"}
+_ABOUT_DETECTRON2 = {
+    "`torch.jit.script` is deprecated": "FutureWarning",
+    "`broadcast_buffers` is deprecated": "FutureWarning",
+    "torch.meshgrid": "UserWarning",
+}
 
 
 def _hush_torch():

@@ -52,6 +52,7 @@ ALLOWED = {
     "numerics.modules": "errors numerics.island",
     "numerics.protect": "_compat errors numerics.island numerics.modules numerics.shield",
     "launch": "errors",
+    "lazy": "config config_files errors keys",
     # data sets
     "data": "",
     "data.specs": "errors",
@@ -62,10 +63,23 @@ ALLOWED = {
     "data.register": "data.coco_format data.nuclei data.readers data.shapes data.specs errors",
     "data.position": "random_state",
     # what is put together from them
-    "default_trainer": "_compat build checkpoint config data.register evaluation hooks optimizer policy resume scaling",
+    "default_trainer": "_compat build checkpoint config data.register evaluation hooks optimizer policy resume scaling "
+    "trainer",
     "preflight": "checkpoint config data.register errors policy",
     "predictor": "checkpoint config data.register errors evaluation launch policy",
     "predictions": "errors",
+    # what install() exchanges in Detectron2
+    "patches": "",
+    "patches.current": "config data.register lazy",
+    "patches.configs": "_compat config data.register keys lazy patches.current",
+    "patches.loops": "_compat",
+    "patches.models": "errors evaluation patches.current patches.loops policy step",
+    "patches.updates": "patches.current patches.models step",
+    "patches.trainers": "build checkpoint default_trainer hooks patches.current patches.loops patches.models policy resume "
+    "scaling trainer",
+    "patches.processes": "launch patches.current",
+    "patches.table": "config data.register patches.configs patches.current patches.loops patches.models patches.processes "
+    "patches.trainers patches.updates",
     # the set-up, which must run before torch and Detectron2 are there
     "installer": "",
     "installer.probe": "",
@@ -79,6 +93,7 @@ ALLOWED = {
     "commands.flags": "",
     "commands.train": "checkpoint commands.flags config config_files default_trainer launch preflight",
     "commands.lazy": "build checkpoint commands.flags config_files evaluation hooks launch lazy policy preflight resume",
+    "commands.run": "errors patches.current patches.table",
     "commands.predict": "checkpoint config config_files errors predictions predictor",
     "commands.demo": "config data.register default_trainer errors evaluation launch policy preflight",
     "cli": ". _compat errors",  # "." for __version__; it imports commands by name
@@ -87,7 +102,8 @@ ALLOWED = {module: set(names.split()) for module, names in ALLOWED.items()}
 
 # Modules that may import nothing but the ground, and what needs neither torch nor Detectron2 to be imported.
 GROUNDED = {"policy": {"precisions"}, "precisions": set(), "step": {"guard"}, "guard": set(), "errors": set(), "_compat": set()}
-WITHOUT_TORCH = [".", "errors", "_compat", "keys", "cli", "commands", "commands.flags", "commands.train", "commands.lazy", "commands.predict", "commands.demo",
+WITHOUT_TORCH = [".", "errors", "_compat", "keys", "cli", "commands", "commands.flags", "commands.train", "commands.lazy", "commands.run",
+                 "commands.predict", "commands.demo",
                  "installer", "installer.environment", "installer.probe", "installer.steps", "installer.venv",
                  "installer.wheel", "setup_detectron2"]  # fmt: skip
 
