@@ -15,8 +15,8 @@ from .errors import UserError
 # Name -> (module with add_arguments and run, one line of help).
 COMMANDS = {
     "train": ("commands.train", "train and evaluate a model from a YAML config"),
-    "run": ("commands.run", "run somebody's own training script, unedited, with this package"),
     "lazy": ("commands.lazy", "train and evaluate a model from a LazyConfig"),
+    "run": ("commands.run", "run somebody's own training script, unedited, with this package"),
     "predict": ("commands.predict", "draw a model's predictions on images"),
     "demo": ("commands.demo", "train a detector on real microscopy images in a few minutes"),
     "setup": ("setup_detectron2", "install torch and Detectron2 where they are missing"),
