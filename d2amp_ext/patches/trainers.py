@@ -1,9 +1,11 @@
 """Trainers of unedited code: subclasses of DefaultTrainer get our mixin, inner trainers that a script makes become ours."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import logging
+import threading
 import types
 import weakref
 
@@ -22,6 +24,8 @@ from ..resume import ResumeState
 from ..scaling import scale_to_world
 from ..trainer import AMPTrainer
 from . import current, loops, models
+
+_thread = threading.local()
 
 
 class Installed(PrecisionTrainerMixin):
@@ -89,10 +93,11 @@ def default_trainer_init(stock):
 
     def __init__(self, cfg):
         if isinstance(self, PrecisionTrainerMixin):  # it is one on purpose
-            return stock(self, cfg)
+            with _scaled():
+                return stock(self, cfg)
         _mix_in(self)
         current.prepare(cfg)
-        with self._constructing(cfg) as cfg:
+        with self._constructing(cfg) as cfg, _scaled():
             current.note(cfg)
             stock(self, cfg)
 
@@ -104,11 +109,24 @@ def _mix_in(trainer):
     current.touched.add("trainer")
 
 
+@contextlib.contextmanager
+def _scaled():
+    """A context in which the mixin has scaled the config already."""
+    before, _thread.scaled = getattr(_thread, "scaled", False), True
+    try:
+        yield
+    finally:
+        _thread.scaled = before
+
+
 def scaling_workers(stock):
-    """Of DefaultTrainer.auto_scale_workers, which knows no accumulation."""
+    """Of DefaultTrainer.auto_scale_workers, which knows no accumulation; for constructors that leave out Detectron2's."""
 
     def auto_scale_workers(cfg, num_workers):
-        return stock(scale_to_world(cfg, num_workers) if current.is_config(cfg) else cfg, num_workers)
+        if current.is_config(cfg) and not getattr(_thread, "scaled", False):
+            current.adopt(cfg)
+            cfg = scale_to_world(cfg, num_workers)
+        return stock(cfg, num_workers)
 
     return staticmethod(auto_scale_workers)
 
