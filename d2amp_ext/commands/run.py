@@ -68,8 +68,8 @@ def run(args):
 
 def _run_as_main(args):
     sys.argv[:] = [args.script, *args.args]
-    if not sys.flags.safe_path if hasattr(sys.flags, "safe_path") else True:
-        sys.path[:1] = [_first_of_path(args)]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[:1] = _first_of_path(args)
     try:
         if args.module:
             runpy.run_module(args.script, run_name="__main__", alter_sys=True)
@@ -88,10 +88,10 @@ def _run_as_main(args):
 
 
 def _first_of_path(args):
+    """What Python puts at the front of sys.path: the working directory for a module, the folder of a file."""
     if args.module:
-        return os.getcwd()
-    script = os.path.realpath(args.script)
-    return script if os.path.isdir(script) else os.path.dirname(script)
+        return [os.getcwd()]
+    return [] if os.path.isdir(args.script) else [os.path.dirname(os.path.realpath(args.script))]  # runpy adds a folder
 
 
 def _is_ours(error):
