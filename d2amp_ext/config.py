@@ -230,6 +230,8 @@ def _flatten(node, path):
 def write_stock_config(cfg, path):
     """Writes `cfg` without our keys as a YAML file that Detectron2's own `get_cfg` can merge."""
     stock = get_cfg()
+    if isinstance(stock, AmpCfgNode):  # while `install` holds
+        stock = _without_ours(stock, {}, ())
     with PathManager.open(path, "w") as file:
         file.write(CfgNode(_without_ours(cfg, stock, ())).dump())
 

@@ -168,7 +168,7 @@ def test_threads_may_install_and_uninstall_at_once():
         try:
             for _ in range(10):
                 d2amp_ext.install()
-                assert get_cfg().MODEL.META_ARCHITECTURE
+                assert default.DefaultTrainer.__init__ and _C.MODEL.META_ARCHITECTURE
                 d2amp_ext.uninstall()
         except BaseException as error:
             errors.append(error)
@@ -410,6 +410,27 @@ def test_a_subclass_of_amp_trainer_with_a_step_of_its_own_stays(tmp_path, instal
     assert type(ours) is amp_subclass.Own
 
 
+def test_a_second_optimizer_beside_our_trainer_is_not_talked_about(tmp_path, installed, log):
+    class Trainer(default.Trainer):
+        def after_step(self):
+            super().after_step()
+            torch.optim.SGD(self.model.parameters(), lr=0.0).step()
+
+    default.main([*ON, "bf16"], tmp_path, Trainer)
+    assert "AMP is off" not in log()
+
+
+def test_a_trainer_s_own_way_to_write_metrics_is_told_of(tmp_path, installed, log):
+    class Writing(StockAMPTrainer):
+        def _write_metrics(self, *args, **kwargs):
+            raise AssertionError
+
+    amp_subclass.main([*ON, "bf16"], tmp_path, Writing)
+    assert "Writing has a way of its own to write metrics" in log()
+    amp_subclass.main([*ON, "bf16"], tmp_path, amp_subclass.Around)
+    assert "Around" not in log()
+
+
 def test_a_trainer_of_the_registry(tmp_path, installed):
     @d2amp_ext.TRAINER_REGISTRY.register()
     class Patient(AMPTrainer):
@@ -438,6 +459,14 @@ def test_a_loop_without_a_trainer(precision, tmp_path, installed, log):
     d2amp_ext.uninstall()
     assert before == (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
     assert same(ours, in_own_loop(precision, tmp_path))
+
+
+def test_the_switches_of_a_loop_end_with_the_next_one_without_amp(tmp_path, installed):
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    plain_loop.main([*ON, "fp32"], tmp_path)
+    assert not torch.backends.cudnn.allow_tf32
+    plain_loop.main([], tmp_path)
+    assert before == (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
 
 
 @pytest.mark.parametrize("main", [plain_loop.main, lambda opts, folder: default.main(opts, folder, own_step.Trainer)])
@@ -531,7 +560,7 @@ def test_the_registry_gives_what_can_be_used_as_the_class(tmp_path, installed):
     class Sub(entry):
         pass
 
-    assert issubclass(Sub, tiny.TinyArch)
+    assert issubclass(Sub, tiny.TinyArch) and issubclass(tiny.TinyArch, entry) and not issubclass(nn.Linear, entry)
     with pytest.raises(KeyError, match="NoSuchArch"):
         META_ARCH_REGISTRY.get("NoSuchArch")
 
@@ -595,6 +624,17 @@ def test_yaml_runs_code_only_with_trust(tmp_path):
         assert cfg.MODEL.WEIGHTS
     finally:
         d2amp_ext.uninstall()
+
+
+def test_the_stock_config_has_no_key_of_ours(tmp_path, installed):
+    from d2amp_ext.config import write_stock_config
+
+    cfg = tiny.setup([*ON, "bf16", "SOLVER.BASE_LR", "0.5"], tmp_path)
+    write_stock_config(cfg, str(tmp_path / "stock.yaml"))
+    d2amp_ext.uninstall()
+    stock = get_cfg()
+    stock.merge_from_file(str(tmp_path / "stock.yaml"))
+    assert stock.SOLVER.BASE_LR == 0.5 and stock.SOLVER.AMP == {"ENABLED": True}
 
 
 def test_a_get_cfg_of_a_project_s_own(tmp_path, installed):

@@ -141,8 +141,7 @@ def _check_script(script):
             raise UserError(f"The folder {script} has no __main__.py. Give the path of a Python file.")
     imports = _imports(path)
     names = {name.split(".")[0] for name in imports}
-    unknown = names - {"detectron2", "d2amp_ext"} - sys.stdlib_module_names - _WITHOUT_DETECTRON2
-    if "detectron2" not in names and not unknown:
+    if names <= sys.stdlib_module_names | _WITHOUT_DETECTRON2:
         raise UserError(
             f"The script {script} imports no Detectron2, and neither does what it imports. d2amp run is for scripts that "
             "train with Detectron2; run this one with python."

@@ -48,6 +48,11 @@ def hold_switches(policy):
         _held.push(switches)
 
 
+def release_switches():
+    """Puts back what `hold_switches` has set."""
+    _held.close()
+
+
 @contextlib.contextmanager
 def forgetting():
     """A context at whose end the switches are put back and nothing is remembered."""

@@ -26,8 +26,8 @@ class Served:
 
     Attributes:
         source (CfgNode, DictConfig or None): the config that the model was made with. None: the one used last.
-        ran (str or None): how its last training forward outside of our trainers ran: "policy", or "own" under an
-            autocast of the script's.
+        ran (str or None): how its last training forward ran: "trainer" in a step of ours, "policy" in a loop of the
+            script's, "own" there under an autocast of the script's.
     """
 
     def __init__(self, source=None):
@@ -47,7 +47,9 @@ class Served:
         outermost = not calls
         context = contextlib.ExitStack()
         calls.append([module, context, False])
-        if outermost and current.installed and not at_work():
+        if at_work():
+            self.ran = "trainer"
+        elif outermost and current.installed:
             cfg = current.settings(self.source)
             if cfg is not None and module.training:
                 self._enter_training(cfg, module, context)
@@ -67,6 +69,7 @@ class Served:
 
     def _enter_training(self, cfg, module, context):
         if not cfg.SOLVER.AMP.ENABLED:
+            loops.release_switches()
             return
         policy = self._policy(PrecisionPolicy.from_cfg(cfg), module, "Precision of training")
         learns, name = torch.is_grad_enabled(), type(module).__name__
@@ -199,6 +202,9 @@ class _Entry:
 
     def __instancecheck__(self, instance):
         return isinstance(instance, self.entry)
+
+    def __subclasscheck__(self, cls):
+        return issubclass(cls, self.entry)
 
     def __mro_entries__(self, bases):
         return (self.entry,)

@@ -169,6 +169,12 @@ def _take_over(trainer, base, signature, args, kwargs):
             logging.WARNING,
         )
         return False
+    if any(getattr(kind, name) is not getattr(SimpleTrainer, name) for name in ("_write_metrics", "write_metrics")):
+        current.tell(
+            f"{kind.__name__} has a way of its own to write metrics, which d2amp_ext does not call: losses are written as "
+            "always.",
+            logging.WARNING,
+        )
     precision, scaler = given.pop("precision", None), given.pop("grad_scaler", None)
     policy = _policy(cfg, precision).resolve(next(model.parameters()).device, "Precision of training")
     with loops.making_trainer():
