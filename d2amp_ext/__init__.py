@@ -25,6 +25,8 @@ _EXPORTS = {
     "PrecisionTrainerMixin": "default_trainer",
     "PrecisionCheckpointer": "checkpoint",
     "Predictor": "predictor",
+    "install": "patches.table",
+    "uninstall": "patches.table",
     "UserError": "errors",
     "UnknownKeyError": "errors",
 }

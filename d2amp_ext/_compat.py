@@ -167,13 +167,20 @@ def _mps(index):
     return {"fp16"}, ({"bf16"} if torch_version() >= (2, 6) else set())
 
 
+def tf32_state():
+    """What `tf32_switches` sets, as it is now."""
+    import torch
+
+    return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+
 @contextlib.contextmanager
 def tf32_switches(use_tf32):
     """A context in which fp32 matmuls and convolutions may use TF32, or not. The former state comes back at the end."""
     import torch
 
     # These two switches, unlike the newer fp32_precision ones, leave every getter of torch readable.
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    before = tf32_state()
     try:
         torch.set_float32_matmul_precision("high" if use_tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = use_tf32

@@ -14,7 +14,7 @@ from .trainer import TRAINER_REGISTRY
 logger = logging.getLogger(__name__)
 
 
-def build_inner_trainer(cfg, policy, model, data_loader, optimizer):
+def build_inner_trainer(cfg, policy, model, data_loader, optimizer, **stock):
     """The trainer that SOLVER.AMP.TRAINER names; Detectron2's own SimpleTrainer when AMP is off.
 
     Args:
@@ -23,6 +23,7 @@ def build_inner_trainer(cfg, policy, model, data_loader, optimizer):
         model (nn.Module): in DistributedDataParallel when there are several ranks.
         data_loader (iterable): of micro-batches.
         optimizer (torch.optim.Optimizer):
+        **stock: arguments of Detectron2's AMPTrainer that count more than the cfg.
 
     Returns:
         SimpleTrainer
@@ -31,7 +32,7 @@ def build_inner_trainer(cfg, policy, model, data_loader, optimizer):
         UserError: for a name that is not registered.
     """
     if policy.precision == "off":
-        return SimpleTrainer(model, data_loader, optimizer)
+        return SimpleTrainer(model, data_loader, optimizer, **stock)
     name = cfg.SOLVER.AMP.TRAINER
     if name not in TRAINER_REGISTRY:
         known = ", ".join(key for key, _ in TRAINER_REGISTRY)
@@ -42,8 +43,11 @@ def build_inner_trainer(cfg, policy, model, data_loader, optimizer):
         optimizer,
         policy=policy,
         accumulate_steps=cfg.SOLVER.ACCUMULATE_STEPS,
-        gather_metric_period=cfg.MONITOR.PERIOD or 20,
-        log_grad_scaler=cfg.SOLVER.AMP.LOG_GRAD_SCALER,
+        **{
+            "gather_metric_period": cfg.MONITOR.PERIOD or 20,
+            "log_grad_scaler": cfg.SOLVER.AMP.LOG_GRAD_SCALER,
+            **stock,
+        },
     )
     batch = cfg.SOLVER.IMS_PER_BATCH
     logger.info(

@@ -33,6 +33,8 @@ def add_amp_config(cfg):
             if part not in node:
                 setattr(node, part, CfgNode())
             node = node[part]
+            if not isinstance(node, dict):
+                raise UserError(f"The config has {part} = {node!r}, where d2amp_ext has a section with {key}. Rename that key.")
         if name not in node:
             setattr(node, name, default)
     if type(cfg) is CfgNode:
@@ -89,6 +91,20 @@ def check_cfg(cfg):
         if get_key(cfg, key) not in values:
             allowed = " or ".join(repr(value) for value in values if value != [])
             raise UserError(f"{key} = {get_key(cfg, key)!r} is not supported in this version. Set it to {allowed}.")
+
+
+def has_amp_keys(cfg):
+    """Whether a config has all keys of `add_amp_config`."""
+    return all(holds(cfg, key) for key in DEFAULTS)
+
+
+def holds(cfg, key):
+    """Whether a config has a dotted key."""
+    for part in key.split("."):
+        if not isinstance(cfg, dict) or part not in cfg:
+            return False
+        cfg = cfg[part]
+    return True
 
 
 def unused_amp_keys(cfg):
@@ -214,6 +230,8 @@ def _flatten(node, path):
 def write_stock_config(cfg, path):
     """Writes `cfg` without our keys as a YAML file that Detectron2's own `get_cfg` can merge."""
     stock = get_cfg()
+    if isinstance(stock, AmpCfgNode):  # while `install` holds
+        stock = _without_ours(stock, {}, ())
     with PathManager.open(path, "w") as file:
         file.write(CfgNode(_without_ours(cfg, stock, ())).dump())
 

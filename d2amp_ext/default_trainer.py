@@ -26,6 +26,7 @@ from .optimizer import build_optimizer
 from .policy import PrecisionPolicy
 from .resume import ResumeState
 from .scaling import scale_to_world
+from .trainer import AMPTrainer
 
 logger = logging.getLogger(__name__)
 _one_at_a_time = threading.RLock()  # a trainer may make another one, such as a teacher
@@ -90,13 +91,19 @@ class PrecisionTrainerMixin:
         self.__dict__["checkpointer"] = checkpointer
 
     def _converted(self, trainer, cfg):
-        device = next(trainer.model.parameters(), torch.zeros(())).device
-        policy = self._policy = PrecisionPolicy.from_cfg(cfg).resolve(device, "Precision of training")
+        ours = isinstance(trainer, AMPTrainer)
+        if ours:
+            self._policy = trainer.policy
+        else:
+            device = next(trainer.model.parameters(), torch.zeros(())).device
+            self._policy = PrecisionPolicy.from_cfg(cfg).resolve(device, "Precision of training")
         if cfg.SOLVER.AMP.ENABLED and type(trainer) in (SimpleTrainer, StockAMPTrainer):
-            trainer = build_inner_trainer(cfg, policy, trainer.model, trainer.data_loader, trainer.optimizer)
-            trainer.register_hooks([hooks.AfterBackward(weakref.proxy(self))])
-        elif cfg.SOLVER.AMP.ENABLED:
+            trainer = build_inner_trainer(cfg, self._policy, trainer.model, trainer.data_loader, trainer.optimizer)
+            ours = True
+        elif cfg.SOLVER.AMP.ENABLED and not ours:
             logger.warning(f"The inner trainer is a {type(trainer).__name__} of this project, left as it is.")
+        if ours:
+            trainer.register_hooks([hooks.AfterBackward(weakref.proxy(self))])
         self._resume_state = ResumeState(weakref.proxy(self), trainer.data_loader)
         return trainer
 

@@ -40,7 +40,7 @@ def launch(main, args):
         what `main` returns when it runs in this process, else None.
     """
     if under_torchrun():
-        return _torchrun_worker(main, args)
+        return torchrun_worker(main, args)
     if torch.cuda.is_available() and args.num_gpus > torch.cuda.device_count():
         raise UserError(f"--num-gpus {args.num_gpus}: this machine has {torch.cuda.device_count()}.")
     if args.num_gpus < 0 or args.num_machines < 1 or not 0 <= args.machine_rank < args.num_machines:
@@ -60,7 +60,8 @@ def launch(main, args):
     )
 
 
-def _torchrun_worker(main, args):
+def torchrun_worker(main, args):
+    """Runs `main(args)` in one of the processes that torchrun started, with the process groups of Detectron2."""
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -1,6 +1,7 @@
 """One update: from losses to an optimizer step or a skip, on one rank or many."""
 
 import contextlib
+import threading
 from collections.abc import Mapping
 
 import torch
@@ -9,6 +10,22 @@ from .errors import UserError
 from .guard import NonFiniteError, StepRecord  # noqa: F401
 from .guard import agree_on_cause, back_off, global_norm, gradients_of, parameters_of, report_retry, report_skip
 from .guard import update_scaler, worst_over_ranks
+
+_thread = threading.local()
+
+
+def at_work():
+    """Whether `amp_step` or `conclude` runs in this thread: forward passes and updates are then made as a policy says."""
+    return getattr(_thread, "depth", 0) > 0
+
+
+@contextlib.contextmanager
+def _working():
+    _thread.depth = getattr(_thread, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _thread.depth -= 1
 
 
 def amp_step(
@@ -42,11 +59,13 @@ def amp_step(
     """
     assert micro_batches >= 1, micro_batches
     device = torch.device(policy.device) if policy.device else parameters_of(optimizer)[0].device
-    means, total, cause, failure = _backward_window(losses, scaler, micro_batches, device)
+    with _working():
+        means, total, cause, failure = _backward_window(losses, scaler, micro_batches, device)
 
     def again():
         optimizer.zero_grad()
-        return _backward_window(retry(), torch.amp.GradScaler(device.type, enabled=False), micro_batches, device)
+        with _working():
+            return _backward_window(retry(), torch.amp.GradScaler(device.type, enabled=False), micro_batches, device)
 
     return conclude(
         total, means, optimizer, policy=policy, scaler=scaler, iteration=iteration, previous=previous, cause=cause,
@@ -87,7 +106,8 @@ def conclude(
             if cause is None:
                 norm, cause = _check(total, optimizer, scaler, policy, after_backward, device)
     if cause is None:
-        (step or optimizer.step)()
+        with _working():
+            (step or optimizer.step)()
         if first is None:
             update_scaler(scaler, policy)
     counts = previous or StepRecord(iteration, False, None, 0, 0, {})

@@ -82,10 +82,22 @@ ALLOWED = {
     "data.position": "random_state",
     # what is put together from them
     "default_trainer": "_compat build checkpoint config data.register evaluation hooks monitor optimizer policy resume "
-                       "scaling",
+                       "scaling trainer",
     "preflight": "checkpoint config data.register errors policy",
     "predictor": "checkpoint config data.register errors evaluation launch policy",
     "predictions": "errors",
+    # what install() exchanges in Detectron2
+    "patches": "",
+    "patches.current": "config data.register lazy",
+    "patches.configs": "_compat config data.register keys lazy patches.current",
+    "patches.loops": "_compat",
+    "patches.models": "errors evaluation patches.current patches.loops policy step",
+    "patches.updates": "patches.current patches.models step",
+    "patches.trainers": "build checkpoint default_trainer hooks patches.current patches.loops patches.models policy resume "
+    "scaling trainer",
+    "patches.processes": "launch patches.current",
+    "patches.table": "config data.register patches.configs patches.current patches.loops patches.models patches.processes "
+    "patches.trainers patches.updates",
     # the set-up, which must run before torch and Detectron2 are there
     "installer": "",
     "installer.probe": "",
@@ -100,6 +112,7 @@ ALLOWED = {
     "commands.train": "checkpoint commands.flags config config_files default_trainer launch preflight",
     "commands.lazy": "build checkpoint commands.flags config_files evaluation hooks launch lazy monitor policy preflight "
                      "resume",
+    "commands.run": "errors patches.current patches.table",
     "commands.predict": "checkpoint config config_files errors predictions predictor",
     "commands.demo": "config data.register default_trainer errors evaluation launch policy preflight",
     "cli": ". _compat errors",  # "." for __version__; it imports commands by name
@@ -108,13 +121,14 @@ ALLOWED = {module: set(names.split()) for module, names in ALLOWED.items()}
 
 # Modules that may import nothing but the ground, and what needs neither torch nor Detectron2 to be imported.
 GROUNDED = {"policy": {"precisions"}, "precisions": set(), "step": {"guard"}, "guard": set(), "errors": set(), "_compat": set()}
-WITHOUT_TORCH = [".", "errors", "_compat", "keys", "cli", "commands", "commands.flags", "commands.train", "commands.lazy", "commands.predict", "commands.demo",
-                 "installer", "installer.environment", "installer.probe", "installer.steps", "installer.venv",
+WITHOUT_TORCH = [".", "errors", "_compat", "keys", "cli", "commands", "commands.flags", "commands.train", "commands.lazy",
+                 "commands.run", "commands.predict", "commands.demo", "installer", "installer.environment", "installer.probe", "installer.steps", "installer.venv",
                  "installer.wheel", "setup_detectron2"]  # fmt: skip
 
 MOST_LINES = 300
 # Modules that are longer than a module of this house should be.
-LONG = {"checkpoint", "policy", "trainer", "installer.steps", "data.readers", "data.coco_format", "commands.predict"}
+LONG = {"checkpoint", "policy", "trainer", "installer.steps", "data.readers", "data.coco_format", "data.register",
+        "commands.predict"}  # fmt: skip
 LONG_FROM = 250
 MOST_LINES_OF_A_TOOL = 90
 

@@ -33,8 +33,10 @@ NAMES = [
     "add_amp_config",
     "amp_step",
     "fp32_island",
+    "install",
     "load_cfg",
     "protect",
+    "uninstall",
 ]
 
 SIGNATURES = {
@@ -49,6 +51,8 @@ SIGNATURES = {
     "PrecisionTrainer": "(cfg)",
     "PrecisionTrainerMixin": "(cfg)",
     "Predictor": "(cfg, trust=False)",
+    "install": "(*, trust=False)",
+    "uninstall": "()",
     "NonFiniteError": "(message, record)",
     "PrecisionCheckpointer": "(model, save_dir='', *, save_to_disk=None, **checkpointables)",
 }
@@ -156,6 +160,12 @@ RUN_FLAGS = {
 OPTIONS = {
     "train": {**RUN_FLAGS, "opts": None},
     "lazy": {**RUN_FLAGS, "opts": None},
+    "run": {
+        "--trust": False,
+        "-m --module": False,
+        "script": None,
+        "args": None,
+    },
     "predict": {
         "images": None,
         "--config-file": None,

@@ -1,8 +1,10 @@
 """What the data sets of a cfg need before they are used: to be registered, and to fit the model."""
 
+import contextlib
 import difflib
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +28,17 @@ _CLASS_COUNT_KEYS = {
     "FCOS": "MODEL.RETINANET.NUM_CLASSES",
 }
 logger = logging.getLogger(__name__)
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def _registering():
+    """A context in which `register_named` does nothing in this thread: what asks for the set is its registration."""
+    before, _thread.busy = getattr(_thread, "busy", False), True
+    try:
+        yield
+    finally:
+        _thread.busy = before
 
 
 def register_datasets(cfg: CfgNode) -> None:
@@ -39,15 +52,43 @@ def register_datasets(cfg: CfgNode) -> None:
     Raises:
         UserError: an entry is malformed, its files are missing or cannot be read, or its name is taken.
     """
-    for entry in _tuple(cfg.DATASETS.get("REGISTER", ())):
-        try:
-            _register(parse_spec(entry))
-        except UserError as error:
-            raise UserError(f"{_KEY} has {entry!r}: {error}") from error
     used = {*_tuple(cfg.DATASETS.TRAIN), *_tuple(cfg.DATASETS.TEST)}
-    for sample in _SAMPLES:
-        if used.intersection(sample.NAMES):
-            sample.register()
+    with _registering():
+        for entry in _tuple(cfg.DATASETS.get("REGISTER", ())):
+            try:
+                _register(parse_spec(entry))
+            except UserError as error:
+                raise UserError(f"{_KEY} has {entry!r}: {error}") from error
+        for sample in _SAMPLES:
+            if used.intersection(sample.NAMES):
+                sample.register()
+
+
+def register_named(name: str, entries: tuple | list = ()) -> None:
+    """Register one data set, if it is one of the samples or of `entries`, which are as in `DATASETS.REGISTER`."""
+    if getattr(_thread, "busy", False):
+        return
+    with _registering():
+        for sample in _SAMPLES:
+            if name in sample.NAMES:
+                sample.register()
+        for spec in map(parse_spec, _tuple(entries)):
+            if spec.name == name:
+                _register(spec)
+
+
+def registered_names() -> set[str]:
+    """Which data sets this package has registered."""
+    samples = {name for sample in _SAMPLES for name in sample.NAMES if name in DatasetCatalog}
+    known = {name: MetadataCatalog.get(name) for name in list(MetadataCatalog.keys())}
+    return samples | {name for name, metadata in known.items() if metadata.get("d2amp_spec") is not None}
+
+
+def forget(names: set[str]) -> None:
+    """Undo the registration of data sets of this package."""
+    for name in names:
+        for catalog in (DatasetCatalog, MetadataCatalog):
+            catalog.pop(name, None)
 
 
 def check_datasets(cfg: CfgNode, *, train: bool = True) -> None:
