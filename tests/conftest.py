@@ -1,5 +1,7 @@
 """What tests share: a tiny model that follows Detectron2's contract, and runs of the command line."""
 
+import contextlib
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -85,6 +87,18 @@ def run_tool(datasets_dir):
         return done
 
     return run
+
+
+def stock_script(name):
+    """The path of one of Detectron2's own training scripts, or None where the installed Detectron2 lacks them."""
+    import detectron2
+
+    places = [Path(detectron2.__file__).parent.parent / "tools" / name]
+    for distribution in ("sal-detectron2", "detectron2"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            files = importlib.metadata.files(distribution) or []
+            places += [Path(file.locate()) for file in files if file.as_posix().endswith(f"tools/{name}")]
+    return next((str(place.resolve()) for place in places if place.is_file()), None)
 
 
 @pytest.fixture

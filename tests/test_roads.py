@@ -1,14 +1,12 @@
 """Every road in, side by side: the same recipe for 20 steps ends with the same bits."""
 
-import importlib.metadata
 import json
 import logging
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, stock_script
 from detectron2.data import build_detection_train_loader
 from detectron2.engine import default_setup
 from detectron2.modeling import build_model
@@ -26,19 +24,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def keys(precision, folder):
     return ["MODEL.DEVICE", "cpu", "SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.PRECISION", precision, "OUTPUT_DIR", folder]
-
-
-def stock_script(name):
-    """A script of Detectron2 itself, where the installed distribution brings it along."""
-    for distribution in ("detectron2", "sal-detectron2"):
-        try:
-            files = importlib.metadata.files(distribution) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        for file in files:
-            if file.as_posix().endswith(f"tools/{name}") and Path(file.locate()).is_file():
-                return str(file.locate())
-    return None
 
 
 def by_yaml(precision):

@@ -1,13 +1,12 @@
 """`d2amp run`: Detectron2's own scripts, which nobody here wrote, and small ones for what a script may do."""
 
-import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import detectron2
+import conftest
 import pytest
 import torch
 from conftest import ROOT
@@ -24,18 +23,10 @@ LAZY_ON = ["train.amp.enabled=True", "train.amp.precision="]
 
 
 def stock_script(name):
-    """One of Detectron2's training scripts, from the distribution or the checkout that is installed."""
-    places = [Path(detectron2.__file__).parent.parent / "tools" / name]
-    for distribution in ("sal-detectron2", "detectron2"):
-        try:
-            files = importlib.metadata.files(distribution) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        places += [Path(file.locate()) for file in files if file.as_posix() == f"tools/{name}"]
-    found = next((place for place in places if place.is_file()), None)
+    found = conftest.stock_script(name)
     if found is None:
         pytest.skip(f"tools/{name} is not there: neither a checkout of Detectron2 nor a distribution that has its tools")
-    return str(found)
+    return found
 
 
 @pytest.fixture(autouse=True)

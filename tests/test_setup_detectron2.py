@@ -171,7 +171,8 @@ def fake_wheel(folder, extra=None, **changes):
 FAKE = Recipe(
     requirement="fake-detectron2==0.7.2",
     sha256=None,
-    drop=(r"detectron2/_C\.[^/]*$", r"tools/"),
+    drop=(r"detectron2/_C\.[^/]*$", r"tools/__init__\.py$"),
+    share=("tools/", "share/detectron2/tools/"),
     edits=(
         Edit("METADATA", "Requires-Dist: numpy<2\n", "Requires-Dist: numpy\n", "numpy 2 works"),
         Edit("top_level.txt", "tools\n", "", "no tools"),
@@ -446,6 +447,7 @@ def test_repack(tmp_path):
         files = {name: archive.read(name) for name in archive.namelist()}
     info = "fake_detectron2-0.7.2.dist-info"
     assert not [name for name in files if "_C." in name or name.startswith("tools")]
+    assert files["fake_detectron2-0.7.2.data/data/share/detectron2/tools/train_net.py"] == b"raise SystemExit\n"
     assert files["detectron2/masks.py"].decode() == "# \u00e9\nmask = np.asarray(mask)\n"
     assert files["detectron2/__init__.py"] == b"__version__ = '0.7.2'\n"
     assert files[f"{info}/METADATA"].endswith(b"Requires-Dist: numpy\n")
@@ -470,7 +472,9 @@ def test_pip_installs_and_knows_the_repacked_wheel(tmp_path):
     assert sorted(path.name for path in target.iterdir() if path.name != "bin") == [
         "detectron2",
         "fake_detectron2-0.7.2.dist-info",
+        "share",
     ]
+    assert (target / "share" / "detectron2" / "tools" / "train_net.py").is_file()
     assert setup_probe.incomplete_distributions([target], target / "bin") == {}
     assert "masks.py" in (target / "fake_detectron2-0.7.2.dist-info" / "RECORD").read_text()
 
@@ -508,7 +512,7 @@ def test_the_real_wheel_can_be_repacked(tmp_path):
         names = archive.namelist()
         assert archive.testzip() is None
     assert len([name for name in names if name.startswith("detectron2/")]) > 250
-    assert {name.split("/")[0] for name in names} == {"detectron2", "sal_detectron2-0.7.2.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"detectron2", *(f"sal_detectron2-0.7.2.{kind}" for kind in ("dist-info", "data"))}
 
 
 def test_the_repacked_detectron2_reads_images_with_todays_numpy(tmp_path):

@@ -2,7 +2,7 @@
 
 The only Detectron2 of today on the package index is `sal-detectron2`, built for CPython 3.10. Its Python code runs on
 every version, but its compiled module does not, it brings a top-level package `tools` that belongs to nobody, and it
-asks for a numpy older than 2. `repack` takes these away, so that pip can install (and uninstall) what is left.
+asks for a numpy older than 2. `repack` mends this, so that pip can install (and uninstall) what is left.
 """
 
 import base64
@@ -46,6 +46,7 @@ class Recipe:
         requirement: as pip takes it.
         sha256: of the wheel file, in hex; None accepts any (tests only).
         drop: regular expressions; files whose path matches from its start are left out.
+        share: a folder of the wheel that is installed under the prefix of the environment instead, and where there.
         edits: replacements, each found exactly once.
     """
 
@@ -53,12 +54,14 @@ class Recipe:
     sha256: str | None
     drop: tuple[str, ...]
     edits: tuple[Edit, ...]
+    share: tuple[str, str] | None = None
 
 
 SAL_DETECTRON2 = Recipe(
     requirement="sal-detectron2==0.7.2",
     sha256="491af0c7f79bdb2d178e46f6cb16a97c4ac968d45c41ea3f6b6435d59bbee561",
-    drop=(r"detectron2/_C\.[^/]*$", r"tools/"),
+    drop=(r"detectron2/_C\.[^/]*$", r"tools/__init__\.py$"),
+    share=("tools/", "share/detectron2/tools/"),
     edits=(
         Edit(
             "METADATA",
@@ -66,7 +69,7 @@ SAL_DETECTRON2 = Recipe(
             "Requires-Dist: numpy\nRequires-Dist: fvcore\nRequires-Dist: iopath\nRequires-Dist: setuptools<82\n",
             "runs on numpy 2; fvcore, iopath and pkg_resources (setuptools < 82) are imported but were not named",
         ),
-        Edit("top_level.txt", "tools\n", "", "the package `tools` is left out"),
+        Edit("top_level.txt", "tools\n", "", "Detectron2's scripts are no package `tools` but files under share/detectron2/tools"),
         Edit(
             "detectron2/layers/mask_ops.py",
             "mask = np.array(mask, copy=False)",
@@ -110,6 +113,10 @@ def repack(wheel, target_dir, recipe):
 
     info_dir = _info_dir(wheel, files)
     files = {name: data for name, data in files.items() if not any(re.match(pattern, name) for pattern in recipe.drop)}
+    if recipe.share:
+        source, target = recipe.share
+        data_dir = f"{info_dir.removesuffix('.dist-info')}.data/data/{target}"
+        files = {re.sub(f"^{re.escape(source)}", data_dir, name): data for name, data in files.items()}
     for edit in recipe.edits:
         _apply(files, info_dir, edit, wheel.name)
     compiled = [name for name in files if name.endswith((".so", ".pyd", ".dylib"))]
