@@ -16,6 +16,7 @@ from .errors import UserError
 COMMANDS = {
     "train": ("commands.train", "train and evaluate a model from a YAML config"),
     "lazy": ("commands.lazy", "train and evaluate a model from a LazyConfig"),
+    "lightning": ("commands.lightning", "train and evaluate a model from a YAML config with Lightning"),
     "predict": ("commands.predict", "draw a model's predictions on images"),
     "demo": ("commands.demo", "train a detector on real microscopy images in a few minutes"),
     "setup": ("setup_detectron2", "install torch and Detectron2 where they are missing"),
@@ -90,7 +91,11 @@ def _mistake(error, debug):
 
 
 # What torch says about Detectron2's own code, which a user cannot act on.
-_ABOUT_DETECTRON2 = {"`torch.jit.script` is deprecated": "FutureWarning", "torch.meshgrid": "UserWarning"}
+_ABOUT_DETECTRON2 = {
+    "`torch.jit.script` is deprecated": "FutureWarning",
+    "torch.meshgrid": "UserWarning",
+    "`broadcast_buffers` is deprecated": "FutureWarning",
+}
 
 
 def _hush_torch():
