@@ -93,8 +93,9 @@ ALLOWED = {
     "patches.loops": "_compat",
     "patches.models": "errors evaluation numerics.protect patches.current patches.loops policy step",
     "patches.updates": "patches.current patches.models step",
-    "patches.trainers": "build checkpoint default_trainer hooks patches.current patches.loops patches.models policy resume "
-    "scaling trainer",
+    "patches.standalone": "checkpoint hooks monitor patches.models resume",
+    "patches.trainers": "build default_trainer patches.current patches.loops patches.models patches.standalone policy scaling "
+    "trainer",
     "patches.processes": "launch patches.current",
     "patches.table": "config data.register patches.configs patches.current patches.loops patches.models patches.processes "
     "patches.trainers patches.updates",
