@@ -99,11 +99,6 @@ def check_cfg(cfg):
             raise UserError(f"{key} = {get_key(cfg, key)!r} is not supported in this version. Set it to {allowed}.")
 
 
-def has_amp_keys(cfg):
-    """Whether a config has all keys of `add_amp_config`."""
-    return all(holds(cfg, key) for key in DEFAULTS)
-
-
 def holds(cfg, key):
     """Whether a config has a dotted key."""
     for part in key.split("."):

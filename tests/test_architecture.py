@@ -88,13 +88,14 @@ ALLOWED = {
     "predictions": "errors",
     # what install() exchanges in Detectron2
     "patches": "",
-    "patches.current": "config data.register lazy",
+    "patches.current": "config data.register keys lazy",
     "patches.configs": "_compat config data.register keys lazy patches.current",
     "patches.loops": "_compat",
-    "patches.models": "errors evaluation patches.current patches.loops policy step",
+    "patches.models": "errors evaluation numerics.protect patches.current patches.loops policy step",
     "patches.updates": "patches.current patches.models step",
-    "patches.trainers": "build checkpoint default_trainer hooks patches.current patches.loops patches.models policy resume "
-    "scaling trainer",
+    "patches.standalone": "checkpoint hooks monitor patches.models resume",
+    "patches.trainers": "build default_trainer patches.current patches.loops patches.models patches.standalone policy scaling "
+    "trainer",
     "patches.processes": "launch patches.current",
     "patches.table": "config data.register patches.configs patches.current patches.loops patches.models patches.processes "
     "patches.trainers patches.updates",

@@ -351,10 +351,11 @@ def test_the_mixin_of_an_explicit_user_is_left_alone(tmp_path, installed):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_trainer_chosen_from_names_imported_earlier(precision, tmp_path, installed, log):
-    ours = chosen_trainer.main(PRECISIONS[precision], tmp_path / "ours")
+    ours = chosen_trainer.main([*PRECISIONS[precision], "MONITOR.PERIOD", 1], tmp_path / "ours")
     assert isinstance(ours, AMPTrainer) and type(ours).__name__ == "AMPTrainer" and ours.policy.precision == precision
     assert set(ours.model.dtypes) == {DTYPES[precision]} and ours.last_step.iteration == 4
     assert log().count("Precision of training") == 1
+    assert ours.storage.history("precision/consecutive_skips").latest() == 0  # the monitor's
     d2amp_ext.uninstall()
     assert same(ours.model, explicit(default.Trainer, PRECISIONS[precision], tmp_path / "explicit").model)
 

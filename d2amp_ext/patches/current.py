@@ -7,8 +7,9 @@ import threading
 from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
-from ..config import add_amp_config, check_cfg, has_amp_keys, unused_amp_keys
+from ..config import add_amp_config, check_cfg, holds, unused_amp_keys
 from ..data.register import register_datasets
+from ..keys import DEFAULTS
 from ..lazy import cfg_of, warn_of_unused
 
 logger = logging.getLogger("d2amp_ext")
@@ -63,7 +64,7 @@ def note(source):
 
 def adopt(cfg):
     """Adds our keys to a config of the script's own making that lacks them, frozen or not."""
-    if type(cfg) is not CfgNode and has_amp_keys(cfg):
+    if type(cfg) is not CfgNode and all(holds(cfg, key) for key in DEFAULTS):
         return
     frozen = cfg.is_frozen()
     if frozen:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import UserError
 from ..evaluation import to_fp32
+from ..numerics.protect import protect
 from ..policy import PrecisionPolicy, parse_precision
 from ..step import at_work
 from . import current, loops
@@ -34,6 +35,7 @@ class Served:
         self.source = source
         self.ran = None
         self._resolved = {}
+        self._protected = set()
 
     def __deepcopy__(self, memo):
         return Served(self.source)
@@ -95,12 +97,14 @@ class Served:
                 f"The script trains {name} in a loop of its own: its forward pass runs in {policy.precision}. The loop has "
                 "no guard: a step that is not finite is not skipped."
             )
+        self._protect(policy, module)
         context.enter_context(policy.autocast())
 
     def _enter_evaluation(self, cfg, module, context):
         if not cfg.TEST.AMP.ENABLED:
             return False
         policy = self._policy(PrecisionPolicy.for_evaluation(cfg), module, "Precision of evaluation")
+        self._protect(policy, module)
         context.enter_context(policy.float32_switches())
         context.enter_context(policy.autocast())
         return True
@@ -111,6 +115,11 @@ class Served:
         if key not in self._resolved:
             self._resolved[key] = policy.resolve(device, purpose)
         return self._resolved[key]
+
+    def _protect(self, policy, module):
+        if policy not in self._protected:
+            self._protected.add(policy)
+            protect(module, policy)
 
 
 def _calls():

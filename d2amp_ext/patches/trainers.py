@@ -12,18 +12,14 @@ import weakref
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.engine import AMPTrainer as StockAMPTrainer
 from detectron2.engine import DefaultTrainer, SimpleTrainer
-from detectron2.engine import hooks as stock_hooks
-from detectron2.utils import comm
 
-from .. import hooks
 from ..build import build_inner_trainer
-from ..checkpoint import PrecisionCheckpointer
 from ..default_trainer import PrecisionTrainerMixin
 from ..policy import PrecisionPolicy
-from ..resume import ResumeState
 from ..scaling import scale_to_world
 from ..trainer import AMPTrainer
 from . import current, loops, models
+from .standalone import Standalone, make_precise
 
 _thread = threading.local()
 
@@ -34,43 +30,6 @@ class Installed(PrecisionTrainerMixin):
     @classmethod
     def test(cls, *args, **kwargs):
         return super(PrecisionTrainerMixin, cls).test(*args, **kwargs)
-
-
-class Standalone:
-    """In front of an inner trainer that a script makes and runs itself: its hooks are exchanged, it resumes exactly."""
-
-    @functools.cached_property
-    def resume_state(self):
-        return ResumeState(weakref.proxy(self), self.data_loader)
-
-    def register_hooks(self, new):
-        new = [hook for hook in new if hook is not None]
-        if not all(isinstance(hook, hooks.AfterBackward) for hook in new):
-            cfg = models.settings_of(self.model)
-            new = hooks.exchange(new, self.resume_state, cfg is not None and cfg.SOLVER.AMP.HOLD_LR_ON_SKIP)
-            for hook in new:
-                if isinstance(hook, stock_hooks.PeriodicCheckpointer):
-                    _make_precise(hook.checkpointer)
-        super().register_hooks(new)
-
-    def before_train(self):
-        if comm.get_world_size() > 1:
-            self._gather_on_all_ranks()
-        super().before_train()
-        hooks.restore(self, self.resume_state, self)
-
-    def _gather_on_all_ranks(self):
-        """A script has checkpoints on the main rank only; what they hold of the other ranks is gathered there."""
-        periods = [hook.period for hook in self._hooks if type(hook) is hooks.PeriodicCheckpointer]
-        period = next((period for rank in comm.all_gather(periods) for period in rank), None)
-        if period is None or periods:
-            return
-        gatherer = hooks.PeriodicCheckpointer(PrecisionCheckpointer(models.inside(self.model), save_to_disk=False), period)
-        gatherer.resume_state = self.resume_state
-        gatherer.trainer = weakref.proxy(self)
-        kinds = [type(hook) for hook in self._hooks]
-        place = kinds.index(hooks.EvalHook) if hooks.EvalHook in kinds else len(kinds)
-        self._hooks.insert(place, gatherer)
 
 
 def trainer_base_init(stock):
@@ -233,13 +192,8 @@ def checkpointer_init(stock):
             models.serve(model)
         for item in list(self.checkpointables.values()):
             if isinstance(item, Standalone):
-                _make_precise(self)
+                make_precise(self)
                 if "resume" not in self.checkpointables:
                     self.add_checkpointable("resume", item.resume_state)
 
     return __init__
-
-
-def _make_precise(checkpointer):
-    if type(checkpointer) is DetectionCheckpointer:
-        checkpointer.__class__ = PrecisionCheckpointer
