@@ -12,6 +12,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.utils import comm
 
 from .errors import UserError
+from .files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +55,7 @@ class PrecisionCheckpointer(DetectionCheckpointer):
                 write(file)
             return
         os.makedirs(self.save_dir, exist_ok=True)
-        temporary = f"{path}.tmp{os.getpid()}"
-        try:
-            with open(temporary, "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            with contextlib.suppress(OSError):
-                os.remove(temporary)  # is there only when something failed
+        write_whole(path, write)
 
     def has_checkpoint(self):
         """Whether there is something to resume from, with or without a pointer to it."""
