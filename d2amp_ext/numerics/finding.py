@@ -17,7 +17,8 @@ class Place:
         dtype (str): of the values that are not finite, such as "float16".
         largest (float): the largest finite magnitude before: of the module's inputs, or of the gradients that came in.
         weight (float): the largest magnitude among the module's own parameters; 0 when it has none.
-        before (str): forward only: not the module's output, but what its own code hands to this child.
+        before (str): of another module: not this one's output, but what its own code hands to that one; in backward,
+            to which the gradient goes back.
         op (str): backward only: the node of the graph, such as "SqrtBackward0".
         came_in (bool): whether what came in was not finite already.
     """
@@ -35,7 +36,8 @@ class Place:
     def describe(self):
         name = f"{self.module} ({self.cls}" if self.module else f"the model's own code ({self.cls}"
         text = f"{name}{', ' + self.op if self.op else ''}): {self.kind} in {self.dtype}"
-        text += f", in what its code hands to {self.before}" if self.before else ""
+        if self.before:
+            text += f", in what {'goes back' if self.op else 'its code hands'} to {self.before}"
         text += f", largest magnitude before it {self.largest:.4g}"
         text += f", largest weight {self.weight:.4g}" if self.weight else ""
         return text + (", what came in was not finite already" if self.came_in else "")
@@ -106,8 +108,9 @@ class Finding:
             return "The weights are damaged: check MODEL.WEIGHTS, or go on from an earlier checkpoint."
         place = self.forward or self.backward
         if place and place.dtype == "float16" and self.precision == "fp16":  # bf16 has the range of fp32
-            pattern = place.module or place.cls
-            return f"Keep it in fp32: SOLVER.AMP.FP32_MODULES (train.amp.fp32_modules) ['{pattern}']."
+            pattern = place.module or place.before
+            if pattern:
+                return f"Keep {pattern} in fp32: SOLVER.AMP.FP32_MODULES (train.amp.fp32_modules) ['{pattern}']."
         if self.terms and not self.failure:
             return f"Look at how {', '.join(self.terms)} is computed: a division, logarithm or root of 0, or an overflow."
         return ""

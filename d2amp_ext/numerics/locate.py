@@ -122,7 +122,7 @@ def bad_inputs(batches):
 
 def _fields(value, path):
     """Every tensor, array and number in nested values, with where it is."""
-    if isinstance(value, (torch.Tensor, np.ndarray, float)):
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic, float)):
         yield path, value
     elif isinstance(value, dict):
         for name, item in value.items():

@@ -169,17 +169,18 @@ class Watch:
         """
         self._claim(losses, self._model)
         for node, module in self._owners.items():
-            node.register_hook(self._watcher(node.name(), module))
+            makers = [self._owners.get(following, module) for following, _ in node.next_functions]
+            node.register_hook(self._watcher(node.name(), module, makers))
 
-    def _watcher(self, op, module):
+    def _watcher(self, op, module, makers):
         def watch(made, came_in):
             if self.backward is not None:
                 return
-            bad = extent(made)
-            if bad.kind:
-                before = extent(came_in)
-                call = _Call(module, before)
-                self.backward = self._place(module, bad, call, op=op)
+            bad = next(((extent(value), maker) for value, maker in zip(made, makers) if extent(value).kind), None)
+            if bad:
+                found, maker = bad
+                before = "" if maker is module else self._names[maker]
+                self.backward = self._place(module, found, _Call(module, extent(came_in)), op=op, before=before)
 
         return watch
 
