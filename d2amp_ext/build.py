@@ -57,6 +57,19 @@ def build_inner_trainer(cfg, policy, model, data_loader, optimizer, **stock):
     return trainer
 
 
+def write_bundles(cfg, trainer, config, kind):
+    """Makes a trainer write the steps that were not finite under OUTPUT_DIR, if it can.
+
+    Args:
+        cfg (CfgNode): with the keys of `add_amp_config`.
+        trainer (SimpleTrainer):
+        config (str): the config of the run as text.
+        kind (str): "yaml" or "lazy".
+    """
+    if hasattr(trainer, "investigator"):
+        trainer.investigator.write_bundles(cfg.OUTPUT_DIR, config, kind, cfg.SOLVER.AMP.BUNDLE_WEIGHTS)
+
+
 def build_lr_multiplier(optimizer, scheduler, max_iter):
     """A torch scheduler of `max_iter` steps from one of fvcore's.
 

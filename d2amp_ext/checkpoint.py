@@ -13,6 +13,7 @@ from detectron2.utils import comm
 
 from . import lightning_files
 from .errors import UserError
+from .files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class PrecisionCheckpointer(DetectionCheckpointer):
             with self.path_manager.open(path, "wb") as file:
                 write(file)
             return
+        os.makedirs(self.save_dir, exist_ok=True)
         write_whole(path, write)
 
     def has_checkpoint(self):
@@ -150,26 +152,6 @@ class PrecisionCheckpointer(DetectionCheckpointer):
 
     def _torch_load(self, filename):
         return read(filename, self.trust)
-
-
-def write_whole(path, write):
-    """Writes a local file that appears under its name only when it is complete.
-
-    Args:
-        path (str):
-        write (callable): writes to the binary file that it is given.
-    """
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    temporary = f"{path}.tmp{os.getpid()}"
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)  # is there only when something failed
 
 
 def read(filename, trust=False):

@@ -93,7 +93,7 @@ def _read(filename, trust, readers):
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The config {filename} cannot be read as a text file: {error}") from error
-    config = _parse(text, filename, trust or _is_of_detectron2(filename))
+    config = parse_yaml(text, filename, trust or _is_of_detectron2(filename))
     bases = config.pop(BASE_KEY, None) or []
     merged = {}
     bases = [bases] if isinstance(bases, str) else bases
@@ -111,7 +111,8 @@ def _is_of_detectron2(filename):
     return Path(filename).resolve().is_relative_to(zoo_dir().resolve())
 
 
-def _parse(text, filename, trust):
+def parse_yaml(text, filename, trust=False):
+    """The mapping that YAML text holds. `filename` is for messages. Raises UserError, as `read_yaml` does."""
     try:
         config = yaml.safe_load(text)
     except yaml.constructor.ConstructorError as error:

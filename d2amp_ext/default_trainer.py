@@ -19,7 +19,7 @@ from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
 from . import _compat, hooks
-from .build import build_inner_trainer, wrap_model
+from .build import build_inner_trainer, wrap_model, write_bundles
 from .checkpoint import PrecisionCheckpointer
 from .config import check_cfg, unused_amp_keys
 from .data.register import register_datasets
@@ -107,6 +107,7 @@ class PrecisionTrainerMixin:
             logger.warning(f"The inner trainer is a {type(trainer).__name__} of this project, left as it is.")
         if ours:
             trainer.register_hooks([hooks.AfterBackward(weakref.proxy(self))])
+            write_bundles(cfg, trainer, cfg.dump(), "yaml")
         self._resume_state = ResumeState(weakref.proxy(self), trainer.data_loader)
         return trainer
 

@@ -21,6 +21,8 @@ DEFAULTS = {
     "SOLVER.AMP.FP32_MODULES": (),
     # Whether operators known to be wrong or missing in 16 bit run in fp32.
     "SOLVER.AMP.SHIELD": True,
+    # Whether the bundles of bad steps under OUTPUT_DIR/nonfinite hold the model's weights, too.
+    "SOLVER.AMP.BUNDLE_WEIGHTS": False,
     # Whether the LR schedule waits when an update is skipped. False: the LR is a function of the iteration.
     "SOLVER.AMP.HOLD_LR_ON_SKIP": False,
     # The entry of TRAINER_REGISTRY that trains when AMP is enabled.

@@ -5,7 +5,9 @@ import difflib
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 from detectron2.config import LazyConfig, get_cfg
 from omegaconf import OmegaConf
@@ -119,6 +121,14 @@ def _unknown(name, known, advice=""):
     near = difflib.get_close_matches(name.lower(), sorted(set(known)), n=1, cutoff=0.6)
     hint = f" Did you mean {near[0]}?" if near else f" Known: {', '.join(sorted(set(known)))}."
     return UnknownKeyError(f"Unknown key {name}.{hint}{advice}")
+
+
+def config_text(config):
+    """A LazyConfig as text that `load_lazy` reads again with `trust`; "" where it holds what YAML cannot."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.yaml")
+        LazyConfig.save(config, str(path))
+        return "" if path.with_suffix(".yaml.pkl").exists() or not path.exists() else path.read_text(encoding="utf-8")
 
 
 def cfg_of(config):

@@ -275,7 +275,7 @@ class PrecisionPolicy:
 
 
 # Names under train.amp that concern the trainer, not the policy.
-LAZY_TRAINER_NAMES = ("hold_lr_on_skip", "trainer", "comm_hook", "log_grad_scaler")
+LAZY_TRAINER_NAMES = ("bundle_weights", "hold_lr_on_skip", "trainer", "comm_hook", "log_grad_scaler")
 
 
 def _known(node, names, path):

@@ -12,16 +12,25 @@ def capture():
     Returns:
         dict: tensors, numbers, strings and lists only.
     """
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    return plain(snapshot())
+
+
+def snapshot():
+    """The same in the form that costs least, for every step: what `plain` turns into what `capture` returns."""
+    has_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    gpus = torch.cuda.get_rng_state_all() if has_gpu else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), gpus
+
+
+def plain(states):
+    """What `capture` returns, from a `snapshot`."""
+    (version, words, gauss), (name, keys, position, has_gauss, cached), of_torch, gpus = states
     state = {
         "python": [version, list(words), gauss],
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
+        "torch": of_torch,
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
+    return state if gpus is None else {**state, "cuda": gpus}
 
 
 def restore(state):

@@ -17,6 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from . import _compat, random_state, scaler_state
 from .errors import UserError
 from .metrics import MetricBuffer
+from .numerics.investigate import Investigator
 from .numerics.protect import protect
 from .numerics.statistics import RunningStatistics
 from .policy import PrecisionPolicy
@@ -43,6 +44,7 @@ class AMPTrainer(_AMPTrainer):
         policy (PrecisionPolicy): resolved for the model's device.
         protection (Protection): what of the model stays in fp32.
         last_step (StepRecord or None): the step just made.
+        investigator (Investigator): looks into steps that are not finite; `write_bundles` of it says where to.
         accumulate_steps (int): micro-batches per update.
         max_iter (int or None): set by whoever runs the loop, so that the last step's losses are written.
     """
@@ -98,6 +100,7 @@ class AMPTrainer(_AMPTrainer):
         self.policy = policy
         self.accumulate_steps = accumulate_steps
         self.last_step = None
+        self.investigator = Investigator(model, optimizer, policy)
         self._statistics = RunningStatistics(model)
         self._fp32 = dataclasses.replace(policy, precision="fp32")
         self._skips = None  # the StepRecord that counts of skips go on from; survives a resume
@@ -136,7 +139,7 @@ class AMPTrainer(_AMPTrainer):
         data_time = time.perf_counter() - start
         self._statistics.save()
         can_retry = self.policy.nonfinite == "retry_fp32"
-        before = random_state.capture() if can_retry else None
+        before = random_state.snapshot()  # with the batches, all that a step which goes wrong is made again from
         try:
             record = amp_step(
                 self._forward_window(batches),
@@ -153,9 +156,11 @@ class AMPTrainer(_AMPTrainer):
         except NonFiniteError as error:
             self._statistics.restore()
             self.last_step = self._skips = error.record
+            self.investigator.explain(error, batches, before)
             raise
         if record.skipped:
             self._statistics.restore()
+            self.investigator.after_skip(record, batches, before)
         self.keep(record, data_time)
 
     def keep(self, record, data_time):
@@ -177,7 +182,7 @@ class AMPTrainer(_AMPTrainer):
 
     def _forward_again(self, batches, before):
         """The same window in fp32, from the same random state and running statistics."""
-        random_state.restore(before)
+        random_state.restore(random_state.plain(before))
         self._statistics.restore()
         with self._fp32.float32_switches():
             yield from self._forward_window(batches, self._fp32)

@@ -33,7 +33,7 @@ ALLOWED = {
     "policy": "_compat errors precisions",
     "scaling": "errors",
     # policy -> trainer -> step -> metrics
-    "trainer": "_compat errors metrics numerics.protect numerics.statistics policy random_state step",
+    "trainer": "_compat errors metrics numerics.investigate numerics.protect numerics.statistics policy random_state step",
     "step": "errors guard",
     "guard": "_compat",
     "metrics": "_compat",
@@ -41,7 +41,8 @@ ALLOWED = {
     "build": "errors trainer",
     "resume": "data.position random_state",
     "optimizer": "errors",
-    "checkpoint": "errors",
+    "checkpoint": "errors files",
+    "files": "",
     "evaluation": "errors numerics.protect",
     # what stays in fp32
     "numerics": "",
@@ -50,6 +51,13 @@ ALLOWED = {
     "numerics.shield": "numerics.island numerics.operators",
     "numerics.statistics": "numerics.island",
     "numerics.modules": "errors numerics.island",
+    # steps that were not finite
+    "numerics.finding": "",
+    "numerics.watch": "numerics.finding numerics.island",
+    "numerics.apart": "random_state",
+    "numerics.locate": "numerics.apart numerics.finding numerics.island numerics.watch step",
+    "numerics.bundle": "errors files",
+    "numerics.investigate": "numerics.bundle numerics.island numerics.locate random_state",
     "numerics.protect": "_compat errors numerics.island numerics.modules numerics.shield",
     "launch": "errors",
     # records -> scalars -> EventStorage
@@ -115,6 +123,8 @@ ALLOWED = {
                      "resume",
     "commands.run": "errors patches.current patches.table",
     "commands.predict": "checkpoint config config_files errors predictions predictor",
+    "commands.replay": "checkpoint config config_files errors launch lazy numerics.bundle numerics.finding numerics.locate "
+    "numerics.protect policy precisions random_state",
     "commands.demo": "config data.register default_trainer errors evaluation launch policy preflight",
     "cli": ". _compat errors",  # "." for __version__; it imports commands by name
 }
@@ -123,7 +133,7 @@ ALLOWED = {module: set(names.split()) for module, names in ALLOWED.items()}
 # Modules that may import nothing but the ground, and what needs neither torch nor Detectron2 to be imported.
 GROUNDED = {"policy": {"precisions"}, "precisions": set(), "step": {"guard"}, "guard": set(), "errors": set(), "_compat": set()}
 WITHOUT_TORCH = [".", "errors", "_compat", "keys", "cli", "commands", "commands.flags", "commands.train", "commands.lazy",
-                 "commands.run", "commands.predict", "commands.demo", "installer", "installer.environment", "installer.probe", "installer.steps", "installer.venv",
+                 "commands.run", "commands.predict", "commands.replay", "commands.demo", "installer", "installer.environment", "installer.probe", "installer.steps", "installer.venv",
                  "installer.wheel", "setup_detectron2"]  # fmt: skip
 
 MOST_LINES = 300

@@ -122,6 +122,7 @@ KEYS = {
     "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS": 20,
     "SOLVER.AMP.FP32_MODULES": (),
     "SOLVER.AMP.SHIELD": True,
+    "SOLVER.AMP.BUNDLE_WEIGHTS": False,
     "SOLVER.AMP.HOLD_LR_ON_SKIP": False,
     "SOLVER.AMP.TRAINER": "AMPTrainer",
     "SOLVER.AMP.COMM_HOOK": "none",
@@ -175,6 +176,15 @@ OPTIONS = {
         "--json": False,
         "--trust": False,
         "--opts": [],
+    },
+    "replay": {
+        "bundle": None,
+        "--weights": None,
+        "--precision": None,
+        "--config-file": "",
+        "--json": False,
+        "--trust": False,
+        "opts": None,
     },
     "demo": {
         "--output": "output/demo",

@@ -41,6 +41,8 @@ train = dict(
         fp32_modules=[],
         # Whether operators known to be wrong or missing in 16 bit run in fp32.
         shield=True,
+        # Whether the bundles of bad steps in the folder nonfinite/ hold the model's weights, too.
+        bundle_weights=False,
         # Whether a skipped update holds the learning rate back. False: it is a function of the iteration alone.
         hold_lr_on_skip=False,
         # Entry of TRAINER_REGISTRY that makes the trainer.

@@ -89,9 +89,9 @@ def do_train(config, cfg, args):
     from fvcore.common.param_scheduler import ParamScheduler
 
     from .. import hooks
-    from ..build import build_inner_trainer, build_lr_multiplier, wrap_model
+    from ..build import build_inner_trainer, build_lr_multiplier, wrap_model, write_bundles
     from ..checkpoint import PrecisionCheckpointer
-    from ..lazy import lazy_names
+    from ..lazy import config_text, lazy_names
     from ..monitor import build_monitor_hooks, place, writers_of
     from ..policy import PrecisionPolicy
     from ..resume import ResumeState
@@ -100,6 +100,7 @@ def do_train(config, cfg, args):
     train = config.train
     model = instantiate(config.model).to(cfg.MODEL.DEVICE)
     logger.info(f"Model:\n{model}")
+    text = config_text(config)  # before the model is in it
     config.optimizer.params.model = model
     optimizer = instantiate(config.optimizer)
     loader = instantiate(config.dataloader.train)
@@ -107,6 +108,7 @@ def do_train(config, cfg, args):
     policy = PrecisionPolicy.from_cfg(cfg).resolve(cfg.MODEL.DEVICE, "Precision of training")
     with lazy_names():
         trainer = build_inner_trainer(cfg, policy, model, loader, optimizer)
+    write_bundles(cfg, trainer, text, "lazy")
 
     scheduler = instantiate(config.lr_multiplier)
     if isinstance(scheduler, ParamScheduler):  # made now, so that a checkpoint can restore it

@@ -5,7 +5,8 @@ import os
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from ..checkpoint import PrecisionCheckpointer, plain, read, write_whole
+from ..checkpoint import PrecisionCheckpointer, plain, read
+from ..files import write_whole
 from ..lightning_files import LAST
 
 
