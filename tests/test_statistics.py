@@ -144,7 +144,7 @@ def test_bad_data_is_a_skip_and_counted_apart(precision):
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_fp32_has_nothing_to_retry(precision):
     trainer, seen = run(PrecisionPolicy(precision, nonfinite="retry_fp32"), spoil=[1])
-    assert len(trainer.model.dtypes) == 6 and seen[1].skipped and trainer.last_step.retries == 0
+    assert not any(record.retried for record in seen) and seen[1].skipped and trainer.last_step.retries == 0
 
 
 def test_without_faults_nothing_differs():
