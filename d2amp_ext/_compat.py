@@ -19,6 +19,7 @@ import inspect
 import platform
 
 MIN_TORCH = (2, 4)
+MIN_LIGHTNING, NO_LIGHTNING = (2, 4), (2, 7)
 SETUP_COMMAND = "d2amp setup"
 
 _DISTRIBUTIONS = {"PIL": "Pillow", "yaml": "PyYAML"}
@@ -51,6 +52,22 @@ def check_torch():
 
         least = ".".join(map(str, MIN_TORCH))
         raise ImportError(f"d2amp_ext needs torch >= {least}, found {torch.__version__}. Type: {SETUP_COMMAND}")
+
+
+def check_lightning():
+    """Raises ImportError when the installed Lightning is not one of those that this package knows.
+
+    Raises:
+        ModuleNotFoundError: when there is none.
+    """
+    import lightning
+
+    if not MIN_LIGHTNING <= tuple(int(part) for part in lightning.__version__.split(".")[:2]) < NO_LIGHTNING:
+        least, end = (".".join(map(str, version)) for version in (MIN_LIGHTNING, NO_LIGHTNING))
+        raise ImportError(
+            f"d2amp_ext.lightning needs lightning >= {least} and < {end}, found {lightning.__version__}. "
+            'Type: pip install "d2amp-ext[lightning]"'
+        )
 
 
 def supported_kwargs(function, kwargs):

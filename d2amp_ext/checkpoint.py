@@ -11,6 +11,7 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.utils import comm
 
+from . import lightning_files
 from .errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -53,17 +54,7 @@ class PrecisionCheckpointer(DetectionCheckpointer):
             with self.path_manager.open(path, "wb") as file:
                 write(file)
             return
-        os.makedirs(self.save_dir, exist_ok=True)
-        temporary = f"{path}.tmp{os.getpid()}"
-        try:
-            with open(temporary, "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            with contextlib.suppress(OSError):
-                os.remove(temporary)  # is there only when something failed
+        write_whole(path, write)
 
     def has_checkpoint(self):
         """Whether there is something to resume from, with or without a pointer to it."""
@@ -106,8 +97,11 @@ class PrecisionCheckpointer(DetectionCheckpointer):
 
         Raises:
             CheckpointError: when checkpoints are there and none can be read, or `path` cannot.
+        UserError: when the newest checkpoint is one of Lightning's.
         """
         candidates = self.resume_candidates() if resume else []
+        if resume and self.save_dir:
+            lightning_files.check_tool(self.save_dir, candidates, lightning=False)
         if not candidates:
             return self.load(path, checkpointables=[])
         problems = []
@@ -145,6 +139,8 @@ class PrecisionCheckpointer(DetectionCheckpointer):
             if not self.trust:
                 _check_pickle(filename)
             return _checked(filename, _reading(filename, super()._load_file))
+        if filename.endswith(".ckpt"):
+            return _checked(filename, lightning_files.without_prefix(self._torch_load(filename)))
         if filename.endswith(".pyth"):
             self._torch_load(filename)  # only a check: Detectron2 reads such a file by its own torch.load
         elif not hasattr(DetectionCheckpointer, "_torch_load"):  # an older Detectron2, whose torch.load is too strict
@@ -153,14 +149,44 @@ class PrecisionCheckpointer(DetectionCheckpointer):
         return _checked(filename, super()._load_file(filename))
 
     def _torch_load(self, filename):
-        def load(name):
-            with _numpy_allowed():
-                return torch.load(name, map_location="cpu", weights_only=not self.trust)
+        return read(filename, self.trust)
 
-        content = _reading(filename, load)
-        if not isinstance(content, dict):
-            raise CheckpointError(f"The checkpoint {filename} holds a {type(content).__name__} and no model.")
-        return content
+
+def write_whole(path, write):
+    """Writes a local file that appears under its name only when it is complete.
+
+    Args:
+        path (str):
+        write (callable): writes to the binary file that it is given.
+    """
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    temporary = f"{path}.tmp{os.getpid()}"
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)  # is there only when something failed
+
+
+def read(filename, trust=False):
+    """The dict that torch saved to a file. Without `trust`, only one of tensors, numpy arrays and plain types.
+
+    Raises:
+        CheckpointError: for a file that is damaged, holds something else, or would run code.
+    """
+
+    def load(name):
+        with _numpy_allowed():
+            return torch.load(name, map_location="cpu", weights_only=not trust)
+
+    content = _reading(filename, load)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"The checkpoint {filename} holds a {type(content).__name__} and no model.")
+    return content
 
 
 def _checked(filename, checkpoint):

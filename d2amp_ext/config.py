@@ -56,12 +56,18 @@ def load_cfg(config_file=None, opts=(), *, trust=False):
     Raises:
         UserError: for every mistake; UnknownKeyError for keys that do not exist.
     """
+    cfg = read_cfg(config_file, opts, trust=trust)
+    check_cfg(cfg)
+    return cfg
+
+
+def read_cfg(config_file=None, opts=(), *, trust=False):
+    """As `load_cfg`, without the checks of values: for who changes some first."""
     cfg = get_cfg()
     add_amp_config(cfg)
     if config_file:
         cfg.merge_from_file(config_file, allow_unsafe=trust)
     cfg.merge_from_list(list(opts))
-    check_cfg(cfg)
     return cfg
 
 

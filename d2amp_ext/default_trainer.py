@@ -2,16 +2,19 @@
 
 import contextlib
 import logging
+import os
 import threading
 import types
 import warnings
 import weakref
+from collections import OrderedDict
 
 import torch
 from detectron2.engine import AMPTrainer as StockAMPTrainer
 from detectron2.engine import DefaultTrainer, SimpleTrainer, defaults
 from detectron2.engine import hooks as stock_hooks
 from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
@@ -96,7 +99,7 @@ class PrecisionTrainerMixin:
             self._policy = trainer.policy
         else:
             device = next(trainer.model.parameters(), torch.zeros(())).device
-            self._policy = PrecisionPolicy.from_cfg(cfg).resolve(device, "Precision of training")
+            self._policy = self._resolve_policy(cfg, device)
         if cfg.SOLVER.AMP.ENABLED and type(trainer) in (SimpleTrainer, StockAMPTrainer):
             trainer = build_inner_trainer(cfg, self._policy, trainer.model, trainer.data_loader, trainer.optimizer)
             ours = True
@@ -106,6 +109,9 @@ class PrecisionTrainerMixin:
             trainer.register_hooks([hooks.AfterBackward(weakref.proxy(self))])
         self._resume_state = ResumeState(weakref.proxy(self), trainer.data_loader)
         return trainer
+
+    def _resolve_policy(self, cfg, device):
+        return PrecisionPolicy.from_cfg(cfg).resolve(device, "Precision of training")
 
     @property
     def policy(self):
@@ -202,6 +208,14 @@ class PrecisionTrainer(PrecisionTrainerMixin, DefaultTrainer):
     @classmethod
     def build_evaluator(cls, cfg, dataset_name, output_folder=None):
         return build_evaluator(cfg, dataset_name, output_folder)
+
+    @classmethod
+    def test_with_tta(cls, cfg, model):
+        """Evaluates with test-time augmentation, in the precision of TEST.AMP. Result names end in "_TTA"."""
+        folder = os.path.join(cfg.OUTPUT_DIR, "inference_TTA")
+        evaluators = [cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
+        results = cls.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
+        return OrderedDict((f"{name}_TTA", value) for name, value in results.items())
 
 
 @contextlib.contextmanager

@@ -201,3 +201,12 @@ def by_name(losses):
             "dict of them by name."
         )
     return losses
+
+
+def describe_step(optimizer, batches):
+    """The learning rate and the image files of a step, for the message that ends a run."""
+    rates = sorted({group["lr"] for group in optimizer.param_groups})
+    text = "Learning rate " + " to ".join(f"{rate:g}" for rate in dict.fromkeys((rates[0], rates[-1]))) + "."
+    samples = [sample for batch in batches if isinstance(batch, (list, tuple)) for sample in batch]
+    files = [str(sample["file_name"]) for sample in samples if isinstance(sample, dict) and "file_name" in sample]
+    return text + (f" Images: {', '.join(files)}." if files else "")

@@ -14,13 +14,13 @@ from detectron2.utils import comm
 from fvcore.common.registry import Registry
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from . import _compat, random_state
+from . import _compat, random_state, scaler_state
 from .errors import UserError
 from .metrics import MetricBuffer
 from .numerics.protect import protect
 from .numerics.statistics import RunningStatistics
 from .policy import PrecisionPolicy
-from .step import NonFiniteError, StepRecord, amp_step
+from .step import NonFiniteError, StepRecord, amp_step, describe_step
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class AMPTrainer(_AMPTrainer):
                 previous=self._skips,
                 micro_batches=self.accumulate_steps,
                 after_backward=getattr(self, "after_backward", None),
-                context=lambda: _describe_step(self.optimizer, batches),
+                context=lambda: describe_step(self.optimizer, batches),
                 retry=(lambda: self._forward_again(batches, before)) if can_retry else None,
             )
         except NonFiniteError as error:
@@ -156,6 +156,15 @@ class AMPTrainer(_AMPTrainer):
             raise
         if record.skipped:
             self._statistics.restore()
+        self.keep(record, data_time)
+
+    def keep(self, record, data_time):
+        """Takes note of the step that was made; its losses are written when they are due.
+
+        Args:
+            record (StepRecord): of iteration `self.iter`.
+            data_time (float): seconds that this rank waited for data.
+        """
         self.last_step = self._skips = record
         extra = {"[metric]grad_scaler": record.scale} if self.log_grad_scaler else None
         self._metrics.add(record, data_time, extra)
@@ -195,15 +204,10 @@ class AMPTrainer(_AMPTrainer):
     def state_dict(self):
         """As in Detectron2, with counts of skips. `grad_scaler` is never empty."""
         state = SimpleTrainer.state_dict(self)
-        state["grad_scaler"] = self._scaler_state()
+        state["grad_scaler"] = scaler_state.to_save(self.grad_scaler, self.policy.scaler, self._unused_scaler_state)
         if self._skips is not None:
             state["skips"] = {name: getattr(self._skips, name) for name in ("skips", "skips_in_row", "retries")}
         return state
-
-    def _scaler_state(self):
-        if not self.grad_scaler.is_enabled():
-            return self._unused_scaler_state or _fresh_scaler_state(self.policy.scaler)
-        return self.grad_scaler.state_dict()
 
     def load_state_dict(self, state_dict):
         """Takes the state of any Detectron2 trainer, with or without AMP, in any precision.
@@ -215,18 +219,7 @@ class AMPTrainer(_AMPTrainer):
             counts = state_dict["skips"]
             self._skips = StepRecord(self.iter, counts["skips_in_row"] > 0, None, **counts, losses={})
         saved = state_dict.get("grad_scaler")
-        if not self.grad_scaler.is_enabled():
-            self._unused_scaler_state = saved or None
-            return
-        options = self.policy.scaler
-        if not saved:
-            logger.info(f"The checkpoint has no gradient scaler state; starting at {self.grad_scaler.get_scale():g}.")
-            return
-        if options.static:
-            return
-        current = self.grad_scaler.state_dict()
-        scale = max(float(saved["scale"]), options.min_scale)
-        self.grad_scaler.load_state_dict({**current, "scale": scale, "_growth_tracker": saved["_growth_tracker"]})
+        self._unused_scaler_state = scaler_state.load(self.grad_scaler, self.policy.scaler, saved)
 
 
 def _policy_from(policy, precision, grad_scaler):
@@ -253,22 +246,3 @@ def _policy_from(policy, precision, grad_scaler):
 def _device_of(model):
     parameter = next(model.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
-
-
-def _fresh_scaler_state(options):
-    # Never STATIC's values: a stock AMPTrainer that loads this must get a scaler that can move.
-    return {
-        "scale": options.init_scale,
-        "growth_factor": options.growth_factor,
-        "backoff_factor": options.backoff_factor,
-        "growth_interval": options.growth_interval,
-        "_growth_tracker": 0,
-    }
-
-
-def _describe_step(optimizer, batches):
-    rates = sorted({group["lr"] for group in optimizer.param_groups})
-    text = "Learning rate " + " to ".join(f"{rate:g}" for rate in dict.fromkeys((rates[0], rates[-1]))) + "."
-    samples = [sample for batch in batches if isinstance(batch, (list, tuple)) for sample in batch]
-    files = [str(sample["file_name"]) for sample in samples if isinstance(sample, dict) and "file_name" in sample]
-    return text + (f" Images: {', '.join(files)}." if files else "")

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections import OrderedDict
 
 from .flags import add_run_flags
 
@@ -67,7 +66,7 @@ def main(args):
         checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
         results = PrecisionTrainer.test(cfg, model)
         if cfg.TEST.AUG.ENABLED:
-            results.update(test_with_tta(cfg, model))
+            results.update(PrecisionTrainer.test_with_tta(cfg, model))
         if comm.is_main_process():
             verify_results(cfg, results)
         return results
@@ -76,20 +75,8 @@ def main(args):
     trainer.checkpointer.trust = args.trust
     trainer.resume_or_load(resume=args.resume)
     if cfg.TEST.AUG.ENABLED:
-        trainer.register_hooks([hooks.EvalHook(0, lambda: test_with_tta(cfg, trainer.model))])
+        trainer.register_hooks([hooks.EvalHook(0, lambda: trainer.test_with_tta(cfg, trainer.model))])
     return trainer.train()
-
-
-def test_with_tta(cfg, model):
-    """Evaluates with test-time augmentation, in the precision of TEST.AMP. Result names end in "_TTA"."""
-    from detectron2.modeling import GeneralizedRCNNWithTTA
-
-    from ..default_trainer import PrecisionTrainer
-
-    folder = os.path.join(cfg.OUTPUT_DIR, "inference_TTA")
-    evaluators = [PrecisionTrainer.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
-    results = PrecisionTrainer.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
-    return OrderedDict((f"{name}_TTA", value) for name, value in results.items())
 
 
 def _load(args):
