@@ -33,7 +33,8 @@ ALLOWED = {
     "policy": "_compat errors precisions",
     "scaling": "errors",
     # policy -> trainer -> step -> metrics
-    "trainer": "_compat errors metrics numerics.protect numerics.statistics policy random_state step",
+    "trainer": "_compat errors metrics numerics.protect numerics.statistics policy random_state scaler_state step",
+    "scaler_state": "",
     "step": "errors guard",
     "guard": "_compat",
     "metrics": "_compat",
@@ -41,7 +42,8 @@ ALLOWED = {
     "build": "errors trainer",
     "resume": "data.position random_state",
     "optimizer": "errors",
-    "checkpoint": "errors",
+    "checkpoint": "errors lightning_files",
+    "lightning_files": "errors",
     "evaluation": "errors numerics.protect",
     # what stays in fp32
     "numerics": "",
@@ -98,6 +100,16 @@ ALLOWED = {
     "patches.processes": "launch patches.current",
     "patches.table": "config data.register patches.configs patches.current patches.loops patches.models patches.processes "
     "patches.trainers patches.updates",
+    # with Lightning
+    "lightning": "_compat",  # and its own modules, by name
+    "lightning.names": "errors precisions",
+    "lightning.precision": "errors guard lightning.names scaler_state step",
+    "lightning.data": "config data.register default_trainer scaling",
+    "lightning.checkpoint": "checkpoint lightning_files",
+    "lightning.loop": "default_trainer errors trainer",
+    "lightning.module": "default_trainer errors evaluation hooks lightning.checkpoint lightning.data lightning.loop "
+    "lightning.precision policy step",
+    "lightning.options": "errors lightning.checkpoint lightning.precision policy",
     # the set-up, which must run before torch and Detectron2 are there
     "installer": "",
     "installer.probe": "",
@@ -113,6 +125,8 @@ ALLOWED = {
     "commands.lazy": "build checkpoint commands.flags config_files evaluation hooks launch lazy monitor policy preflight "
                      "resume",
     "commands.run": "errors patches.current patches.table",
+    "commands.lightning": "_compat checkpoint commands.flags config config_files errors launch lightning lightning.names "
+    "lightning.options lightning_files preflight",
     "commands.predict": "checkpoint config config_files errors predictions predictor",
     "commands.demo": "config data.register default_trainer errors evaluation launch policy preflight",
     "cli": ". _compat errors",  # "." for __version__; it imports commands by name
@@ -122,7 +136,7 @@ ALLOWED = {module: set(names.split()) for module, names in ALLOWED.items()}
 # Modules that may import nothing but the ground, and what needs neither torch nor Detectron2 to be imported.
 GROUNDED = {"policy": {"precisions"}, "precisions": set(), "step": {"guard"}, "guard": set(), "errors": set(), "_compat": set()}
 WITHOUT_TORCH = [".", "errors", "_compat", "keys", "cli", "commands", "commands.flags", "commands.train", "commands.lazy",
-                 "commands.run", "commands.predict", "commands.demo", "installer", "installer.environment", "installer.probe", "installer.steps", "installer.venv",
+                 "commands.run", "commands.lightning", "lightning", "commands.predict", "commands.demo", "installer", "installer.environment", "installer.probe", "installer.steps", "installer.venv",
                  "installer.wheel", "setup_detectron2"]  # fmt: skip
 
 MOST_LINES = 300
@@ -222,7 +236,7 @@ def test_nothing_of_the_package_knows_the_tests_or_tools():
     assert not roots & {"tests", "conftest", "tools", "pytest", "hypothesis"}
     others = roots - sys.stdlib_module_names - {PACKAGE}
     assert others <= {"torch", "detectron2", "fvcore", "iopath", "numpy", "PIL", "yaml", "pycocotools", "tqdm", "portalocker",
-                      "contourpy", "packaging", "omegaconf"}  # fmt: skip
+                      "contourpy", "packaging", "omegaconf", "lightning"}  # fmt: skip
 
 
 def test_modules_stay_short():
