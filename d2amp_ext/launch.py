@@ -75,6 +75,19 @@ def torchrun_worker(main, args):
         dist.destroy_process_group()
 
 
+def ensure_local_group(processes):
+    """Makes the group that Detectron2's comm.get_local_rank() needs, where something else than its launcher or ours
+    made the processes.
+
+    Args:
+        processes (int): on this machine, where LOCAL_WORLD_SIZE does not say it.
+    """
+    try:
+        comm.get_local_rank()
+    except AssertionError:
+        comm.create_local_process_group(int(os.environ.get("LOCAL_WORLD_SIZE") or processes))
+
+
 def choose_device(cfg):
     """Sets MODEL.DEVICE to what is there when it says "cuda" and there is no CUDA device; says so."""
     if not cfg.MODEL.DEVICE.startswith("cuda") or torch.cuda.is_available():

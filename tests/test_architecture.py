@@ -33,7 +33,9 @@ ALLOWED = {
     "policy": "_compat errors precisions",
     "scaling": "errors",
     # policy -> trainer -> step -> metrics
-    "trainer": "_compat errors metrics numerics.investigate numerics.protect numerics.statistics policy random_state step",
+    "trainer": "_compat errors metrics numerics.investigate numerics.protect numerics.statistics policy random_state "
+    "scaler_state step",
+    "scaler_state": "",
     "step": "errors guard",
     "guard": "_compat",
     "metrics": "_compat",
@@ -41,7 +43,8 @@ ALLOWED = {
     "build": "errors trainer",
     "resume": "data.position random_state",
     "optimizer": "errors",
-    "checkpoint": "errors files",
+    "checkpoint": "errors files lightning_files",
+    "lightning_files": "errors",
     "files": "",
     "evaluation": "errors numerics.protect",
     # what stays in fp32
@@ -107,6 +110,18 @@ ALLOWED = {
     "patches.processes": "launch patches.current",
     "patches.table": "config data.register patches.configs patches.current patches.loops patches.models patches.processes "
     "patches.trainers patches.updates",
+    # with Lightning
+    "lightning": "_compat",  # and its own modules, by name
+    "lightning.names": "errors precisions",
+    "lightning.window": "",
+    "lightning.precision": "errors guard lightning.names lightning.window numerics.protect numerics.statistics precisions "
+    "scaler_state step",
+    "lightning.data": "config data.register default_trainer scaling",
+    "lightning.checkpoint": "checkpoint lightning_files",
+    "lightning.loop": "default_trainer errors trainer",
+    "lightning.module": "default_trainer errors evaluation hooks launch lightning.checkpoint lightning.data lightning.loop "
+    "lightning.precision policy step",
+    "lightning.options": "errors lightning.checkpoint lightning.precision policy",
     # the set-up, which must run before torch and Detectron2 are there
     "installer": "",
     "installer.probe": "",
@@ -122,6 +137,8 @@ ALLOWED = {
     "commands.lazy": "build checkpoint commands.flags config_files evaluation hooks launch lazy monitor policy preflight "
                      "resume",
     "commands.run": "errors patches.current patches.table",
+    "commands.lightning": "_compat checkpoint commands.flags config config_files errors launch lightning lightning.names "
+    "lightning.options lightning_files preflight",
     "commands.predict": "checkpoint config config_files errors predictions predictor",
     "commands.replay": "checkpoint config config_files errors launch lazy numerics.bundle numerics.finding numerics.locate "
     "numerics.protect policy precisions random_state",
@@ -133,7 +150,8 @@ ALLOWED = {module: set(names.split()) for module, names in ALLOWED.items()}
 # Modules that may import nothing but the ground, and what needs neither torch nor Detectron2 to be imported.
 GROUNDED = {"policy": {"precisions"}, "precisions": set(), "step": {"guard"}, "guard": set(), "errors": set(), "_compat": set()}
 WITHOUT_TORCH = [".", "errors", "_compat", "keys", "cli", "commands", "commands.flags", "commands.train", "commands.lazy",
-                 "commands.run", "commands.predict", "commands.replay", "commands.demo", "installer", "installer.environment", "installer.probe", "installer.steps", "installer.venv",
+                 "commands.run", "commands.lightning", "lightning", "commands.predict", "commands.replay", "commands.demo",
+                 "installer", "installer.environment", "installer.probe", "installer.steps", "installer.venv",
                  "installer.wheel", "setup_detectron2"]  # fmt: skip
 
 MOST_LINES = 300
@@ -233,7 +251,7 @@ def test_nothing_of_the_package_knows_the_tests_or_tools():
     assert not roots & {"tests", "conftest", "tools", "pytest", "hypothesis"}
     others = roots - sys.stdlib_module_names - {PACKAGE}
     assert others <= {"torch", "detectron2", "fvcore", "iopath", "numpy", "PIL", "yaml", "pycocotools", "tqdm", "portalocker",
-                      "contourpy", "packaging", "omegaconf"}  # fmt: skip
+                      "contourpy", "packaging", "omegaconf", "lightning"}  # fmt: skip
 
 
 def test_modules_stay_short():
@@ -284,7 +302,7 @@ def test_importing_every_module_registers_and_changes_nothing():
     """Not a data set, not a registry entry, not a switch of torch, not a function of Detectron2, not a log handler."""
     code = """if True:
         import importlib, json, logging, os, sys, warnings
-        import torch, detectron2.engine, detectron2.modeling, detectron2.evaluation, detectron2.solver
+        import torch, lightning.pytorch, detectron2.engine, detectron2.modeling, detectron2.evaluation, detectron2.solver
         from detectron2.config import get_cfg
         from detectron2.data import DatasetCatalog, MetadataCatalog
         from fvcore.common.registry import Registry

@@ -167,6 +167,22 @@ OPTIONS = {
         "script": None,
         "args": None,
     },
+    "lightning": {
+        "--accelerator": "auto",
+        "--devices": None,
+        "--num-nodes": None,
+        "--strategy": "auto",
+        "--precision": None,
+        "--config-file": "",
+        "--resume": False,
+        "--eval-only": False,
+        "--num-gpus": 1,
+        "--num-machines": 1,
+        "--machine-rank": 0,
+        "--dist-url": ...,
+        "--trust": False,
+        "opts": None,
+    },
     "predict": {
         "images": None,
         "--config-file": None,
@@ -199,6 +215,24 @@ OPTIONS = {
         "--make-venv": None,
     },
 }
+
+
+LIGHTNING = {
+    "DataModule": "(cfg, parts=<class 'd2amp_ext.default_trainer.PrecisionTrainer'>)",
+    "PolicyPrecision": "(policy, evaluation=None)",
+    "TrainingModule": "(cfg, parts=<class 'd2amp_ext.default_trainer.PrecisionTrainer'>, *, trust=False)",
+    "trainer_options": "(cfg, *, trust=False)",
+}
+
+
+def test_the_names_of_the_lightning_room():
+    import d2amp_ext.lightning as room
+
+    assert room.__all__ == sorted(LIGHTNING)
+    for name, signature in LIGHTNING.items():
+        assert str(inspect.signature(getattr(room, name))) == signature and getattr(room, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        room.Trainer
 
 
 def test_the_list_of_names():

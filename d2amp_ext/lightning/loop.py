@@ -7,6 +7,8 @@ from detectron2.engine import DefaultTrainer, SimpleTrainer
 from detectron2.engine.hooks import LRScheduler
 from detectron2.utils.events import EventStorage, EventWriter, get_event_storage
 
+from lightning.pytorch.callbacks import Callback
+
 from ..default_trainer import PrecisionTrainerMixin
 from ..errors import UserError
 from ..trainer import AMPTrainer
@@ -117,6 +119,14 @@ def hook_loop(parts, *args):
     """A loop with the hooks, writers and evaluation of `parts`, a subclass of DefaultTrainer."""
     bases = (parts,) if issubclass(parts, PrecisionTrainerMixin) else (PrecisionTrainerMixin, parts)
     return type("LightningLoop", (_HookLoop, *bases), {})(*args)
+
+
+class EndOfRun(Callback):
+    """Ends the loop of a run that stops by an error, so that what it has is written."""
+
+    def on_exception(self, trainer, pl_module, exception):
+        if pl_module.loop is not None:
+            pl_module.loop.end()
 
 
 class LoggerWriter(EventWriter):

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 from functools import partial
 
 import torch
@@ -12,17 +11,17 @@ from detectron2.evaluation.testing import flatten_results_dict
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Callback
 
 from ..default_trainer import PrecisionTrainer
 from ..errors import UserError
-from ..evaluation import evaluating, to_fp32
+from ..evaluation import evaluating
 from ..hooks import finite
+from ..launch import ensure_local_group
 from ..policy import PrecisionPolicy
 from ..step import add_up, by_name, describe_step
 from .checkpoint import LightningCheckpointer
 from .data import DataModule, Stream, for_this_run
-from .loop import LoggerWriter, hook_loop
+from .loop import EndOfRun, LoggerWriter, hook_loop
 from .precision import PolicyPrecision
 
 logger = logging.getLogger(__name__)
@@ -44,6 +43,7 @@ class TrainingModule(LightningModule):
     """
 
     allow_zero_length_dataloader_with_multiple_devices = True  # fewer test images than ranks
+    is_protected_by_its_loop = True  # the operators and modules that stay in fp32
 
     def __init__(self, cfg, parts=PrecisionTrainer, *, trust=False):
         """
@@ -95,7 +95,7 @@ class TrainingModule(LightningModule):
     def setup(self, stage):
         if not logging.getLogger("d2amp_ext").isEnabledFor(logging.INFO):
             setup_logger(distributed_rank=comm.get_rank(), name="d2amp_ext")
-        _ensure_local_group(self.trainer)
+        ensure_local_group(getattr(self.trainer.strategy, "num_processes", 1))
         data = self.trainer.datamodule
         shares_cfg = isinstance(data, DataModule) and data.given is self.given
         self.cfg = data.cfg if shares_cfg else for_this_run(self.given)
@@ -115,7 +115,7 @@ class TrainingModule(LightningModule):
         return {"optimizer": self._optimizer, "lr_scheduler": {"scheduler": self._scheduler, "interval": "step"}}
 
     def configure_callbacks(self):
-        return [] if any(isinstance(callback, _AtTheEnd) for callback in self.trainer.callbacks) else [_AtTheEnd()]
+        return [] if any(isinstance(callback, EndOfRun) for callback in self.trainer.callbacks) else [EndOfRun()]
 
     def lr_scheduler_step(self, scheduler, metric):
         """Detectron2's hook steps the schedule of `configure_optimizers`, and waits on skips when it is told to."""
@@ -213,10 +213,8 @@ class TrainingModule(LightningModule):
         if self.trainer.state.fn == "validate":
             self._load_weights()
         self._evaluation = contextlib.ExitStack()
-        self._evaluated = self.model
-        if self.precision_plugin is None:  # it has the precision of evaluation, too
-            policy = PrecisionPolicy.for_evaluation(self.cfg)
-            self._evaluated = self._evaluation.enter_context(evaluating(self.model, policy))
+        policy = PrecisionPolicy.for_evaluation(self.cfg)
+        self._evaluated = self._evaluation.enter_context(evaluating(self.model, policy))
 
     def on_validation_end(self):
         self._evaluation.close()
@@ -227,7 +225,7 @@ class TrainingModule(LightningModule):
             evaluator.reset()
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        self._evaluators[dataloader_idx].process(batch, to_fp32(self._evaluated(batch)))
+        self._evaluators[dataloader_idx].process(batch, self._evaluated(batch))
 
     def on_validation_epoch_end(self):
         if self.trainer.sanity_checking:
@@ -250,20 +248,3 @@ class TrainingModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint):
         self._resumed = checkpoint.get(_STATE)
-
-
-class _AtTheEnd(Callback):
-    """Ends the loop of a run that stops by an error, so that what it has is written."""
-
-    def on_exception(self, trainer, pl_module, exception):
-        if pl_module.loop is not None:
-            pl_module.loop.end()
-
-
-def _ensure_local_group(trainer):
-    """Makes the group that Detectron2's comm.get_local_rank() needs, which only its own launcher makes."""
-    try:
-        comm.get_local_rank()
-    except AssertionError:
-        processes = os.environ.get("LOCAL_WORLD_SIZE") or getattr(trainer.strategy, "num_processes", 1)
-        comm.create_local_process_group(int(processes))

@@ -37,7 +37,8 @@ def trainer_options(cfg, *, trust=False):
     plugins = [PlainCheckpointIO(trust)]
     policy = PrecisionPolicy.from_cfg(cfg)
     if policy.precision != "off":
-        plugins.append(PolicyPrecision(policy, PrecisionPolicy.for_evaluation(cfg)))
+        # TrainingModule evaluates as TEST.AMP says by itself.
+        plugins.append(PolicyPrecision(policy, evaluation=PrecisionPolicy("off")))
     return {
         "max_steps": cfg.SOLVER.MAX_ITER,
         "max_epochs": -1,  # the data never end

@@ -1,9 +1,7 @@
 """A precision plugin of Lightning that holds a PrecisionPolicy: autocast, scaling, and the guard of every step."""
 
 import contextlib
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Optional
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -11,20 +9,12 @@ from lightning.pytorch.plugins.precision import Precision
 from .. import scaler_state
 from ..errors import UserError
 from ..guard import NonFiniteError, StepRecord, worst_over_ranks
+from ..numerics.protect import protect
+from ..numerics.statistics import RunningStatistics
+from ..precisions import key_names
 from ..step import conclude, describe_step
 from .names import SHOWN
-
-
-@dataclass
-class _Window:
-    """The micro-batches of one update."""
-
-    total: Optional[torch.Tensor] = None  # the sum of the losses, fp32
-    losses: dict = field(default_factory=dict)
-    named: Optional[dict] = None  # the losses of the micro-batch whose backward is next
-    failure: object = None  # what the forward of this rank raised
-    cause: Optional[str] = None  # of a skip that all ranks know of
-    concluded: bool = False
+from .window import Window
 
 
 class PolicyPrecision(Precision):
@@ -50,20 +40,25 @@ class PolicyPrecision(Precision):
             evaluation (PrecisionPolicy or None):
 
         Raises:
-            UserError: for a policy that is off.
+            UserError: for a policy that is off, or that tries steps again in fp32.
         """
         super().__init__()
         if policy.precision == "off":
             raise UserError("PolicyPrecision got a policy that is off. Leave it out: then Lightning trains in fp32.")
+        if policy.nonfinite == "retry_fp32":
+            raise UserError(
+                f"{key_names('nonfinite')} = 'retry_fp32' needs the forward passes of a window a second time, which Lightning "
+                "does not offer. Choose skip or raise, or train with d2amp train."
+            )
         self.policy = policy
         self.evaluation = evaluation
         self.scaler = None
         self.last_step = None
         self.context = None
-        self._device = None
+        self._device = self._statistics = None
         self._skips = None  # the StepRecord that counts go on from; survives a resume
         self._unused_scaler_state = None
-        self._window = _Window()
+        self._window = Window()
         self._clip = None
         self._switches = None
 
@@ -75,11 +70,14 @@ class PolicyPrecision(Precision):
     # Setting up
 
     def convert_module(self, module):
-        """Resolves the policy; the module stays as it is."""
+        """Resolves the policy, and keeps in fp32 what it says, such as operators that are wrong in 16 bit."""
         self._device = module.device
         if self.evaluation is None or module.trainer.state.fn == "fit":
             self.policy = self.policy.resolve(self._device, "Precision of training")
             self.scaler = self.scaler or self.policy.make_scaler()
+            self._statistics = RunningStatistics(module)
+            if not getattr(module, "is_protected_by_its_loop", False):
+                protect(module, self.policy)
         return module
 
     def connect(self, model, optimizers, lr_schedulers):
@@ -106,6 +104,8 @@ class PolicyPrecision(Precision):
     @contextlib.contextmanager
     def train_step_context(self):
         self._open_window()
+        if self._window.is_new:
+            self._statistics.save()
         try:
             with self.forward_context():
                 yield
@@ -121,7 +121,8 @@ class PolicyPrecision(Precision):
             with self.forward_context():
                 yield
             return
-        self.evaluation = self.evaluation.resolve(self._device, "Precision of evaluation")
+        if self.evaluation.precision != "off":
+            self.evaluation = self.evaluation.resolve(self._device, "Precision of evaluation")
         with self.evaluation.float32_switches(), self.evaluation.autocast():
             yield
 
@@ -152,7 +153,7 @@ class PolicyPrecision(Precision):
 
     def _open_window(self):
         if self._window.concluded:
-            self._window = _Window()
+            self._window = Window()
 
     def pre_backward(self, tensor, module):
         """Agrees with the other ranks whether there is a backward, and scales the loss."""
@@ -164,20 +165,10 @@ class PolicyPrecision(Precision):
             if window.cause == "forward" and window.failure is None:
                 window.failure = "on another rank"
         if window.cause is None:
-            self._add(tensor.detach(), module)
+            steps = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
+            window.add(tensor.detach(), steps)
             tensor = self.scaler.scale(tensor)
         return super().pre_backward(tensor, module)
-
-    def _add(self, loss, module):
-        window, named = self._window, self._window.named
-        loss = (loss.float() if loss.dtype.itemsize < 4 else loss).reshape(())
-        window.total = loss if window.total is None else window.total + loss
-        steps = module.trainer.accumulate_grad_batches if module.automatic_optimization and named else 1
-        for name, value in (named or {"total_loss": loss}).items():
-            value = value.to(loss.device, torch.float32).reshape(())
-            value = value if steps == 1 else value / steps
-            window.losses[name] = window.losses[name] + value if name in window.losses else value
-        window.named = None
 
     def backward(self, tensor, model, optimizer, *args, **kwargs):
         if self._window.cause is None:
@@ -207,8 +198,11 @@ class PolicyPrecision(Precision):
                 step=partial(self._clip_and_step, optimizer, kwargs),
             )
         except NonFiniteError as error:
+            self._statistics.restore()
             self.last_step = self._skips = error.record
             raise
+        if self.last_step.skipped:
+            self._statistics.restore()
         self._skips = self.last_step
         return result
 
