@@ -12,7 +12,7 @@ from monitor_runs import Note, history, latest, tiny_trainer, watched
 from torch import nn
 
 from d2amp_ext.monitor import gradients
-from d2amp_ext.monitor.gradients import count_octaves, flushed, measure, summarize
+from d2amp_ext.monitor.gradients import count_octaves, count_sorted, flushed, measure, summarize
 
 OCTAVES, BIAS = gradients.OCTAVES, gradients.BIAS
 
@@ -31,6 +31,15 @@ def test_octaves():
     found = {i - BIAS: n for i, n in enumerate(counts.tolist()) if n}
     assert found == {0: 3, 1: 1, -BIAS: 2, 128: 3, -126: 1}
     assert counts.sum() == 10
+
+
+def test_the_other_ways_to_count():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.exp2(torch.rand(5000, generator=generator) * 200 - 100) * torch.randn(5000, generator=generator).sign()
+    exponents = values.clone().view(torch.int32).bitwise_right_shift(23).bitwise_and(255)
+    counts = count_octaves(values.clone())
+    assert torch.equal(count_sorted(exponents), counts) and counts.sum() == 5000
+    assert torch.equal(torch.histc(exponents.float(), OCTAVES, 0, OCTAVES - 1).int(), counts)  # as on a GPU
 
 
 def test_figures_by_hand():

@@ -1,5 +1,6 @@
 """One transfer a period, finite values only, mean and worst over ranks."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -117,3 +118,16 @@ def test_the_reading_is_there_for_hooks_behind_it():
     seen = []
     watched(tiny_trainer(), hooks=[Note(lambda t: seen.append("precision/grad_norm" in t.storage.histories()))])
     assert seen == [False] * 4 + [True] * 6
+
+
+def test_two_real_ranks(run_tool, tmp_path):
+    options = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "d2amp_ext.cli"]
+    opts = ["MODEL.DEVICE", "cpu", "SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.PRECISION", "fp32", "SOLVER.MAX_ITER", "4",
+            "MONITOR.PERIOD", "2", "DATALOADER.NUM_WORKERS", "0", "DATASETS.TEST", "()", "OUTPUT_DIR", tmp_path]  # fmt: skip
+    run_tool("torch.distributed.run", *options, "train", "--config-file", "quick/faster_rcnn_micro.yaml", *opts,
+             cwd=tmp_path, check=0)  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    row = next(row for row in lines if row["iteration"] == 3)
+    assert row["precision/grad_norm_worst/rpn"] == pytest.approx(row["precision/grad_norm/rpn"])  # DDP made them equal
+    assert row["speed/images_per_second_worst"] <= row["speed/images_per_second"]
+    assert row["memory/host_rss_gib"] <= row["memory/host_rss_gib_worst"]
