@@ -117,7 +117,7 @@ ALLOWED = {
     "lightning.precision": "errors guard lightning.names lightning.window numerics.protect numerics.statistics precisions "
     "scaler_state step",
     "lightning.data": "config data.register default_trainer scaling",
-    "lightning.checkpoint": "checkpoint lightning_files",
+    "lightning.checkpoint": "checkpoint files lightning_files",
     "lightning.loop": "default_trainer errors trainer",
     "lightning.module": "default_trainer errors evaluation hooks launch lightning.checkpoint lightning.data lightning.loop "
     "lightning.precision policy step",
