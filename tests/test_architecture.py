@@ -114,7 +114,8 @@ ALLOWED = {
     "lightning": "_compat",  # and its own modules, by name
     "lightning.names": "errors precisions",
     "lightning.window": "",
-    "lightning.precision": "errors guard lightning.names lightning.window numerics.protect numerics.statistics precisions "
+    "lightning.retry": "random_state",
+    "lightning.precision": "errors guard lightning.names lightning.retry lightning.window numerics.protect numerics.statistics precisions "
     "scaler_state step",
     "lightning.data": "config data.register default_trainer scaling",
     "lightning.checkpoint": "checkpoint files lightning_files",
@@ -156,7 +157,8 @@ WITHOUT_TORCH = [".", "errors", "_compat", "keys", "cli", "commands", "commands.
 
 MOST_LINES = 300
 # Modules that are longer than a module of this house should be.
-LONG = {"checkpoint", "config", "policy", "trainer", "installer.steps", "data.readers", "data.coco_format", "data.register",
+LONG = {"checkpoint", "config", "policy", "trainer", "lightning.module", "lightning.precision", "installer.steps",
+        "data.readers", "data.coco_format", "data.register",
         "commands.predict"}  # fmt: skip
 LONG_FROM = 250
 MOST_LINES_OF_A_TOOL = 90

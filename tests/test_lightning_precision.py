@@ -272,3 +272,8 @@ def test_lbfgs_and_a_policy_that_is_off_are_mistakes():
         fit(PrecisionPolicy("fp32"), tiny_data(1), Searching())
     with pytest.raises(UserError, match="off"):
         PolicyPrecision(PrecisionPolicy("off"))
+
+
+def test_trying_again_in_fp32_needs_the_batches():
+    with pytest.raises(UserError, match="'retry_fp32'.*Own must keep .*window"):
+        fit(PrecisionPolicy("bf16", nonfinite="retry_fp32"), tiny_data(1))

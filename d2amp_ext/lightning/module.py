@@ -40,6 +40,7 @@ class TrainingModule(LightningModule):
         model (nn.Module or None): Detectron2's; made when the run starts.
         loop (DefaultTrainer or None): what hooks take for their trainer; made when training starts.
         last_results (dict): of the last evaluation.
+        window (list): the (batch, batch_idx) pairs of the update under way.
     """
 
     allow_zero_length_dataloader_with_multiple_devices = True  # fewer test images than ranks
@@ -63,7 +64,7 @@ class TrainingModule(LightningModule):
         self._resumed = None
         self._weights_loaded = False
         self._losses = {}
-        self._batches = []
+        self.window = []
         self._evaluators = []
         self._results = {}
 
@@ -153,7 +154,7 @@ class TrainingModule(LightningModule):
             self.loop.start_iter = self.loop.iter + 1
         self._steps_before = self.trainer.global_step - self.loop.start_iter
         if self.precision_plugin is not None:
-            self.precision_plugin.context = lambda: describe_step(self.loop.optimizer, self._batches)
+            self.precision_plugin.context = lambda: describe_step(self.loop.optimizer, [batch for batch, _ in self.window])
         self.loop.begin()
         if ours:
             inner = self.loop.inner
@@ -164,7 +165,7 @@ class TrainingModule(LightningModule):
 
     def on_train_batch_start(self, batch, batch_idx):
         self.loop.begin_step()
-        self._batches.append(batch)
+        self.window.append((batch, batch_idx))
 
     def training_step(self, batch, batch_idx):
         """The sum of the losses of a micro-batch, an fp32 scalar."""
@@ -192,7 +193,7 @@ class TrainingModule(LightningModule):
         losses = {name: value.detach() for name, value in self._losses.items()}
         self.loop.end_step(self.last_step, losses, seconds - self._seconds_before)
         self._seconds_before = seconds
-        self._batches, self._losses = [], {}
+        self.window, self._losses = [], {}
         self._tell_lightning()
 
     def _tell_lightning(self):

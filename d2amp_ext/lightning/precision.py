@@ -14,6 +14,7 @@ from ..numerics.statistics import RunningStatistics
 from ..precisions import key_names
 from ..step import conclude, describe_step
 from .names import SHOWN
+from .retry import Retry
 from .window import Window
 
 
@@ -40,22 +41,17 @@ class PolicyPrecision(Precision):
             evaluation (PrecisionPolicy or None):
 
         Raises:
-            UserError: for a policy that is off, or that tries steps again in fp32.
+            UserError: for a policy that is off.
         """
         super().__init__()
         if policy.precision == "off":
             raise UserError("PolicyPrecision got a policy that is off. Leave it out: then Lightning trains in fp32.")
-        if policy.nonfinite == "retry_fp32":
-            raise UserError(
-                f"{key_names('nonfinite')} = 'retry_fp32' needs the forward passes of a window a second time, which Lightning "
-                "does not offer. Choose skip or raise, or train with d2amp train."
-            )
         self.policy = policy
         self.evaluation = evaluation
         self.scaler = None
         self.last_step = None
         self.context = None
-        self._device = self._statistics = None
+        self._device = self._statistics = self._retry = None
         self._skips = None  # the StepRecord that counts go on from; survives a resume
         self._unused_scaler_state = None
         self._window = Window()
@@ -76,9 +72,21 @@ class PolicyPrecision(Precision):
             self.policy = self.policy.resolve(self._device, "Precision of training")
             self.scaler = self.scaler or self.policy.make_scaler()
             self._statistics = RunningStatistics(module)
+            self._retry = self._make_retry(module)
             if not getattr(module, "is_protected_by_its_loop", False):
                 protect(module, self.policy)
         return module
+
+    def _make_retry(self, module):
+        if self.policy.nonfinite != "retry_fp32":
+            return None
+        if not hasattr(module, "window") or not module.automatic_optimization:
+            raise UserError(
+                f"{key_names('nonfinite')} = 'retry_fp32' makes the forward passes of an update a second time: "
+                f"{type(module).__name__} must keep the (batch, batch_idx) pairs of it in a list named `window`, as "
+                "TrainingModule does. Or choose skip or raise."
+            )
+        return Retry(self.policy)
 
     def connect(self, model, optimizers, lr_schedulers):
         """Turns the TF32 switches as the policy says, until the end of the training."""
@@ -98,14 +106,17 @@ class PolicyPrecision(Precision):
     @contextlib.contextmanager
     def forward_context(self):
         """Lightning's own context turns the cache of autocast off, and with it losses differ from other loops."""
-        with self.policy.autocast():
+        again = self._retry is not None and self._retry.running
+        with (self._retry.policy if again else self.policy).autocast():
             yield
 
     @contextlib.contextmanager
     def train_step_context(self):
         self._open_window()
-        if self._window.is_new:
+        if self._window.is_new and not (self._retry and self._retry.running):
             self._statistics.save()
+            if self._retry:
+                self._retry.remember()
         try:
             with self.forward_context():
                 yield
@@ -167,7 +178,8 @@ class PolicyPrecision(Precision):
         if window.cause is None:
             steps = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
             window.add(tensor.detach(), steps)
-            tensor = self.scaler.scale(tensor)
+            if not (self._retry and self._retry.running):
+                tensor = self.scaler.scale(tensor)
         return super().pre_backward(tensor, module)
 
     def backward(self, tensor, model, optimizer, *args, **kwargs):
@@ -196,6 +208,7 @@ class PolicyPrecision(Precision):
                 after_backward=partial(self._after_closure, model, optimizer),
                 context=self.context or (lambda: describe_step(optimizer, ())),
                 step=partial(self._clip_and_step, optimizer, kwargs),
+                retry=self._retry and partial(self._again, model, optimizer),
             )
         except NonFiniteError as error:
             self._statistics.restore()
@@ -205,6 +218,14 @@ class PolicyPrecision(Precision):
             self._statistics.restore()
         self._skips = self.last_step
         return result
+
+    def _again(self, model, optimizer):
+        """The window in fp32: its losses, their sum, and the cause of a skip with what was raised."""
+        self._statistics.restore()
+        self._window = window = Window()
+        self._retry.run(model, optimizer)
+        window.concluded = True
+        return window.losses, window.total, window.cause, window.failure
 
     def _clip_gradients(self, model, optimizer, clip_val=None, gradient_clip_algorithm=None):
         """Put off until it is known that the step is made: the record has the norm before clipping."""
