@@ -114,7 +114,8 @@ def count_octaves(flat):
             return count_sorted(exponents)
         return torch.histc(exponents, OCTAVES, 0, OCTAVES - 1)
     counts = torch.zeros(OCTAVES, dtype=torch.int32, device=flat.device)
-    return counts.index_add_(0, exponents, torch.ones_like(exponents))
+    one = torch.ones(1, dtype=torch.int32, device=flat.device)
+    return counts.index_add_(0, exponents, one.expand(len(exponents)))
 
 
 def count_sorted(exponents):
