@@ -24,7 +24,14 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import d2amp_ext
-from d2amp_ext import AMPTrainer, PrecisionCheckpointer, PrecisionPolicy, PrecisionTrainerMixin, UserError, add_amp_config
+from d2amp_ext import (
+    AMPTrainer,
+    PrecisionCheckpointer,
+    PrecisionPolicy,
+    PrecisionTrainerMixin,
+    UserError,
+    add_amp_config,
+)
 from d2amp_ext.patches import models, table
 
 sys.path.insert(0, str(ROOT / "tests" / "repositories"))
@@ -117,7 +124,9 @@ def same(model, other):
 def everything():
     """What `install` touches, as it is now."""
     state = {(id(owner), name): vars(owner).get(name) for owner, name, _ in table.ATTRIBUTES}
-    state |= {(id(f), n): getattr(f, n) for f, _ in table.FUNCTIONS for n in ("__code__", "__defaults__", "__kwdefaults__")}
+    state |= {
+        (id(f), n): getattr(f, n) for f, _ in table.FUNCTIONS for n in ("__code__", "__defaults__", "__kwdefaults__")
+    }
     state["dump"], state["class"], state["order"] = _C.dump(), type(_C), list(_C.SOLVER)
     state["sets"] = sorted(DatasetCatalog.list()), sorted(MetadataCatalog.list())
     state["registry"] = dict(iter(META_ARCH_REGISTRY))
@@ -154,7 +163,9 @@ def test_installing_twice_and_uninstalling_once():
     d2amp_ext.install()
     during = everything()
     d2amp_ext.install()
-    assert everything().keys() == during.keys() and all(everything()[k] is during[k] for k in during if isinstance(k, tuple))
+    assert everything().keys() == during.keys() and all(
+        everything()[k] is during[k] for k in during if isinstance(k, tuple)
+    )
     d2amp_ext.uninstall()
     assert everything()["dump"] == before["dump"] and not table.is_installed()
     d2amp_ext.uninstall()
@@ -286,7 +297,9 @@ def test_a_checkpointer_without_the_trainer_saves_and_loads(tmp_path, installed)
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), trainer.model.parameters()))
 
 
-@pytest.mark.parametrize("cls, inner", [(swaps_trainer.Trainer, "SimpleTrainer"), (swaps_trainer.CountingTrainer, "Counting")])
+@pytest.mark.parametrize(
+    "cls, inner", [(swaps_trainer.Trainer, "SimpleTrainer"), (swaps_trainer.CountingTrainer, "Counting")]
+)
 def test_a_trainer_that_swaps_the_inner_one_for_one_with_a_stock_step(cls, inner, tmp_path, installed):
     ours = default.main([*ON, "bf16"], tmp_path, cls)
     assert type(ours._trainer).__name__ == inner and isinstance(ours._trainer, (cls.inner, AMPTrainer))
@@ -326,7 +339,9 @@ def test_forwards_with_more_arguments_and_results(tmp_path, installed):
     assert set(ours.model.dtypes) == {torch.bfloat16} and type(ours.model) is extra_arguments.BranchArch
     d2amp_ext.uninstall()
     stock = default.main(opts, tmp_path, extra_arguments.Trainer)
-    assert ours.model.history != stock.model.history and ours.model.history == pytest.approx(stock.model.history, rel=0.05)
+    assert ours.model.history != stock.model.history and ours.model.history == pytest.approx(
+        stock.model.history, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("evaluation", [[], ["TEST.AMP.ENABLED", "True", "TEST.AMP.PRECISION", "bf16"]])
@@ -364,7 +379,9 @@ def test_arguments_of_a_script_s_amp_trainer_are_kept(tmp_path, installed, log):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     ours = chosen_trainer.main([*ON, "fp16"], tmp_path, grad_scaler=scaler, log_grad_scaler=True, async_write_metrics=True,
                                gather_metric_period=3, zero_grad_before_forward=True)  # fmt: skip
-    assert ours.grad_scaler is scaler and ours.last_step.scale == 8 and ours.log_grad_scaler and ours.async_write_metrics
+    assert (
+        ours.grad_scaler is scaler and ours.last_step.scale == 8 and ours.log_grad_scaler and ours.async_write_metrics
+    )
     assert ours.gather_metric_period == 3 and ours.zero_grad_before_forward
     ours = chosen_trainer.main([*ON, "auto"], tmp_path, precision=torch.bfloat16)
     assert ours.policy.precision == "bf16"
@@ -474,7 +491,9 @@ def test_the_switches_of_a_loop_end_with_the_next_one_without_amp(tmp_path, inst
 def test_fp16_without_a_scaler_is_refused_before_anything_changes(main, tmp_path, installed, monkeypatch):
     steps = []
     monkeypatch.setattr(torch.optim.SGD, "step", lambda *args, **kwargs: steps.append(1))
-    with pytest.raises(UserError, match="SOLVER.AMP.PRECISION = 'fp16' needs gradients that are scaled.*TinyArch.*bf16, tf32"):
+    with pytest.raises(
+        UserError, match="SOLVER.AMP.PRECISION = 'fp16' needs gradients that are scaled.*TinyArch.*bf16, tf32"
+    ):
         main([*ON, "fp16"], tmp_path)
     assert not steps
 
@@ -515,7 +534,9 @@ def test_a_hand_written_loop_with_amp_step_is_not_talked_into(tmp_path, installe
     model = build_model(cfg).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     policy = PrecisionPolicy.from_cfg(cfg).resolve("cpu")
-    record = d2amp_ext.amp_step((model(batch) for batch in tiny.loader(1)), optimizer, policy=policy, scaler=policy.make_scaler())
+    record = d2amp_ext.amp_step(
+        (model(batch) for batch in tiny.loader(1)), optimizer, policy=policy, scaler=policy.make_scaler()
+    )
     assert not record.skipped and "own" not in log() and "AMP is off" not in log()
 
 

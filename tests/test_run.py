@@ -107,7 +107,9 @@ def test_train_net_with_amp_off_gives_what_python_gives(tmp_path, run_tool):
                           cwd=tmp_path, capture_output=True, text=True, timeout=200,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])})  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert identical(tmp_path / "run", tmp_path / "stock") and losses(tmp_path / "run") == losses(tmp_path / "stock") != []
+    assert (
+        identical(tmp_path / "run", tmp_path / "stock") and losses(tmp_path / "run") == losses(tmp_path / "stock") != []
+    )
 
 
 def test_train_net_resumes_exactly(tmp_path):
@@ -140,7 +142,10 @@ def test_plain_train_net_runs_under_the_policy(precision, tmp_path):
 def test_plain_train_net_is_refused_in_fp16(tmp_path, capsys):
     assert d2amp("run", stock_script("plain_train_net.py"), *yaml_run(tmp_path / "out", *ON, "fp16")) == 2
     said = capsys.readouterr().err.strip().splitlines()
-    assert said[-1].startswith("error: SOLVER.AMP.PRECISION = 'fp16' needs gradients that are scaled") and "bf16" in said[-1]
+    assert (
+        said[-1].startswith("error: SOLVER.AMP.PRECISION = 'fp16' needs gradients that are scaled")
+        and "bf16" in said[-1]
+    )
     assert not any("Traceback" in line for line in said) and not list((tmp_path / "out").glob("*.pth"))
 
 
@@ -150,7 +155,9 @@ def test_lazyconfig_train_net_gives_what_d2amp_lazy_gives(precision, tmp_path):
     script = stock_script("lazyconfig_train_net.py")
     assert d2amp("run", script, *lazy_run(tmp_path / "run", *on)) == 0
     assert d2amp("lazy", *lazy_run(tmp_path / "lazy", *on)) == 0
-    assert identical(tmp_path / "run", tmp_path / "lazy") and losses(tmp_path / "run") == losses(tmp_path / "lazy") != []
+    assert (
+        identical(tmp_path / "run", tmp_path / "lazy") and losses(tmp_path / "run") == losses(tmp_path / "lazy") != []
+    )
     assert f"Precision of training: {precision} on cpu" in (tmp_path / "run" / "log.txt").read_text()
 
 
@@ -179,7 +186,9 @@ def found(folder, rank):
 
 def test_processes_that_the_script_launches(tmp_path, run_tool):
     script, folder = REPOSITORIES / "launched.py", tmp_path / "out"
-    run_tool("d2amp_ext.cli", "run", script, "--num-processes", 2, "--folder", folder, *ON, "bf16", cwd=tmp_path, check=0)
+    run_tool(
+        "d2amp_ext.cli", "run", script, "--num-processes", 2, "--folder", folder, *ON, "bf16", cwd=tmp_path, check=0
+    )
     for rank in (0, 1):
         assert found(folder, rank) == {"trainer": "detectron2.engine.train_loop.AMPTrainer", "dtype": "torch.bfloat16",
                                        "policy": "bf16", "world": 2}  # fmt: skip
@@ -229,7 +238,13 @@ def test_a_script_runs_as_python_would_run_it(tmp_path, capsys):
     said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("[["))
     argv, first, name, file, value, keys, main_file = json.loads(said)
     assert argv[0] == str(path) and argv[1:3] == ["--flag", "-x"] and argv[-1] == "--debug"
-    assert first == str(tmp_path / "project") and name == "__main__" and file == main_file == str(path) and value == 5 and keys
+    assert (
+        first == str(tmp_path / "project")
+        and name == "__main__"
+        and file == main_file == str(path)
+        and value == 5
+        and keys
+    )
     assert "PRECISION" not in get_cfg().SOLVER.AMP
 
 
@@ -271,14 +286,21 @@ def test_ctrl_c(tmp_path, capsys):
 def test_a_mistake_of_the_user_is_one_line(tmp_path, capsys):
     text = "from detectron2.config import get_cfg\nget_cfg().merge_from_list(['SOLVER.AMP.PRECISON', 'bf16'])"
     assert d2amp("run", script(tmp_path, text)) == 2
-    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: Unknown config key SOLVER.AMP.PRECISON. Did you mean")
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .splitlines()[-1]
+        .startswith("error: Unknown config key SOLVER.AMP.PRECISON. Did you mean")
+    )
     assert d2amp("run", "--debug", script(tmp_path, text)) == 2
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_trust_is_passed_on(tmp_path, capsys):
     (tmp_path / "c.yaml").write_text("MODEL:\n  WEIGHTS: !!python/object/apply:os.getcwd []\n")
-    path = script(tmp_path, f"from detectron2.config import get_cfg\nget_cfg().merge_from_file({str(tmp_path / 'c.yaml')!r})")
+    path = script(
+        tmp_path, f"from detectron2.config import get_cfg\nget_cfg().merge_from_file({str(tmp_path / 'c.yaml')!r})"
+    )
     assert d2amp("run", path) == 2 and "pass --trust" in capsys.readouterr().err
     assert d2amp("run", "--trust", path) == 0
 

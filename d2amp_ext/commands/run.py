@@ -143,13 +143,13 @@ def _check_script(script):
     names = {name.split(".")[0] for name in imports}
     if names <= sys.stdlib_module_names | _WITHOUT_DETECTRON2:
         raise UserError(
-            f"The script {script} imports no Detectron2, and neither does what it imports. d2amp run is for scripts that "
-            "train with Detectron2; run this one with python."
+            f"The script {script} imports no Detectron2, and neither does what it imports. d2amp run is for scripts "
+            "that train with Detectron2; run this one with python."
         )
 
 
 # Well-known packages that are not built on Detectron2.
-_WITHOUT_DETECTRON2 = {"torch", "torchvision", "numpy", "scipy", "cv2", "PIL", "yaml", "tqdm", "matplotlib", "pycocotools"}
+_WITHOUT_DETECTRON2 = {"torch", "torchvision", "numpy", "scipy", "cv2", "PIL", "yaml", "tqdm", "matplotlib"}
 
 
 def _imports(path, seen=None):

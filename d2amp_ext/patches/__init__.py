@@ -1,1 +1,1 @@
-"""The room of what `install` changes in Detectron2 so that unedited code uses this package. Importing it changes nothing."""
+"""The room of what `install` changes in Detectron2, so that unedited code uses this package."""

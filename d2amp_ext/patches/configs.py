@@ -113,7 +113,7 @@ def _log_to(folder):
 
 
 def getting_data(stock):
-    """Of the `get` of Detectron2's catalogs: sets of DATASETS.REGISTER and our samples are registered when asked for."""
+    """Of the `get` of Detectron2's catalogs: our sets are registered when they are asked for."""
 
     def get(self, name):
         if name not in self.data:

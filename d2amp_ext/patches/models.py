@@ -79,8 +79,8 @@ class Served:
             if learns:
                 self.ran = "own"
                 current.tell(
-                    f"{name} is trained under an autocast of the script's own. It is left alone, and SOLVER.AMP does not "
-                    "add to it."
+                    f"{name} is trained under an autocast of the script's own. It is left alone, and SOLVER.AMP adds "
+                    "nothing to it."
                 )
             return
         if learns and policy.uses_scaler and not loops.script_scales():
@@ -94,8 +94,8 @@ class Served:
             self.ran = "policy"
             loops.hold_switches(policy)
             current.tell(
-                f"The script trains {name} in a loop of its own: its forward pass runs in {policy.precision}. The loop has "
-                "no guard: a step that is not finite is not skipped."
+                f"The script trains {name} in a loop of its own: its forward pass runs in {policy.precision}. The loop "
+                "has no guard: a step that is not finite is not skipped."
             )
         self._protect(policy, module)
         context.enter_context(policy.autocast())
@@ -123,7 +123,7 @@ class Served:
 
 
 def _calls():
-    """The forward passes of served models that run in this thread now: lists of module, context, whether fp32 comes out."""
+    """Forward passes of served models that run in this thread: lists of module, context, whether fp32 comes out."""
     if not hasattr(_thread, "calls"):
         _thread.calls = []
     return _thread.calls

@@ -57,7 +57,8 @@ class Standalone:
         period = next((period for rank in comm.all_gather(periods) for period in rank), None)
         if period is None or periods:
             return
-        gatherer = hooks.PeriodicCheckpointer(PrecisionCheckpointer(models.inside(self.model), save_to_disk=False), period)
+        checkpointer = PrecisionCheckpointer(models.inside(self.model), save_to_disk=False)
+        gatherer = hooks.PeriodicCheckpointer(checkpointer, period)
         gatherer.resume_state = self.resume_state
         gatherer.trainer = weakref.proxy(self)
         kinds = [type(hook) for hook in self._hooks]

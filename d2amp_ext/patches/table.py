@@ -61,8 +61,8 @@ def install(*, trust=False):
     """Makes unedited Detectron2 code in this process, and in those that it starts, use this package.
 
     `get_cfg` knows the keys of docs/keys.md, DefaultTrainer and its subclasses work as with PrecisionTrainerMixin, an
-    AMPTrainer that a script makes is ours, and a model trained in a loop of the script's own runs in the precision of its
-    config. Nothing is decided here: SOLVER.AMP.ENABLED (or train.amp.enabled) stays the switch. Calling it twice is fine.
+    AMPTrainer that a script makes is ours, and a model trained in a loop of the script's own runs in the precision of
+    its config. SOLVER.AMP.ENABLED (or train.amp.enabled) stays the switch. Calling it twice is fine.
 
     Args:
         trust (bool): whether config files and weights may run code when they are read.
@@ -128,7 +128,11 @@ def _function(function, make):
 
 def _forwarding(name):
     """The code of a function that passes all on to the replacement. It runs among the globals of another module."""
-    text = f"def {name}(*args, **kwargs):\n    import sys\n    return sys.modules[{__name__!r}]._in_place[{name!r}](*args, **kwargs)\n"
+    text = (
+        f"def {name}(*args, **kwargs):\n"
+        f"    import sys\n"
+        f"    return sys.modules[{__name__!r}]._in_place[{name!r}](*args, **kwargs)\n"
+    )
     namespace = {}
     exec(compile(text, __file__, "exec"), namespace)
     return namespace[name].__code__

@@ -1,4 +1,4 @@
-"""Trainers of unedited code: subclasses of DefaultTrainer get our mixin, inner trainers that a script makes become ours."""
+"""Trainers of unedited code: DefaultTrainers get our mixin, inner trainers that a script makes become ours."""
 
 import contextlib
 import dataclasses
@@ -79,7 +79,7 @@ def _scaled():
 
 
 def scaling_workers(stock):
-    """Of DefaultTrainer.auto_scale_workers, which knows no accumulation; for constructors that leave out Detectron2's."""
+    """Of DefaultTrainer.auto_scale_workers, which knows no accumulation; for constructors without Detectron2's."""
 
     def auto_scale_workers(cfg, num_workers):
         if current.is_config(cfg) and not getattr(_thread, "scaled", False):
@@ -108,7 +108,7 @@ def inner_trainer_init(base):
 
 
 def _take_over(trainer, base, signature, args, kwargs):
-    """Turns a trainer that is being made into ours, if AMP is on and its step is not its own. Returns whether it did."""
+    """Turns a trainer that is being made into ours if AMP is on and its step is stock. Returns whether it did."""
     try:
         given = signature.bind(trainer, *args, **kwargs).arguments
     except TypeError:
@@ -123,15 +123,15 @@ def _take_over(trainer, base, signature, args, kwargs):
     own = next((owner for owner in _owners_of_steps(kind, base) if not _calls(owner.run_step, "run_step")), None)
     if own is not None:
         current.tell(
-            f"{own.__name__}.run_step is a training step of the script's own and is left alone: there is no guard, and a "
-            "gradient scaler only if it has one.",
+            f"{own.__name__}.run_step is a training step of the script's own and is left alone: there is no guard, and "
+            "a gradient scaler only if it has one.",
             logging.WARNING,
         )
         return False
     if any(getattr(kind, name) is not getattr(SimpleTrainer, name) for name in ("_write_metrics", "write_metrics")):
         current.tell(
-            f"{kind.__name__} has a way of its own to write metrics, which d2amp_ext does not call: losses are written as "
-            "always.",
+            f"{kind.__name__} has a way of its own to write metrics, which d2amp_ext does not call: losses are written "
+            "as always.",
             logging.WARNING,
         )
     precision, scaler = given.pop("precision", None), given.pop("grad_scaler", None)
@@ -171,7 +171,8 @@ def _policy(cfg, precision):
     if policy.precision == "auto":
         return dataclasses.replace(policy, precision=scripts)
     if policy.precision != scripts:
-        current.tell(f"The script asks AMPTrainer for {scripts}; SOLVER.AMP.PRECISION {policy.precision} counts.", logging.WARNING)
+        text = f"The script asks AMPTrainer for {scripts}; SOLVER.AMP.PRECISION {policy.precision} counts."
+        current.tell(text, logging.WARNING)
     return policy
 
 
