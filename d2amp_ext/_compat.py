@@ -70,6 +70,13 @@ def check_lightning():
         )
 
 
+def repeats_last_batch():
+    """Whether Lightning takes the batch after which a checkpoint was written for one that is still to come (2.4)."""
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+    return not hasattr(_TrainingEpochLoop, "update_restart_stage")
+
+
 def supported_kwargs(function, kwargs):
     """The entries of `kwargs` that `function` takes."""
     parameters = inspect.signature(function).parameters

@@ -16,8 +16,8 @@ from .errors import UserError
 COMMANDS = {
     "train": ("commands.train", "train and evaluate a model from a YAML config"),
     "lazy": ("commands.lazy", "train and evaluate a model from a LazyConfig"),
-    "lightning": ("commands.lightning", "train and evaluate a model from a YAML config with Lightning"),
     "run": ("commands.run", "run somebody's own training script, unedited, with this package"),
+    "lightning": ("commands.lightning", "train and evaluate a model from a YAML config with Lightning"),
     "predict": ("commands.predict", "draw a model's predictions on images"),
     "replay": ("commands.replay", "make a step that was not finite again, and find the module where it began"),
     "demo": ("commands.demo", "train a detector on real microscopy images in a few minutes"),

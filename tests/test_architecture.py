@@ -120,7 +120,7 @@ ALLOWED = {
     "lightning.data": "config data.register default_trainer scaling",
     "lightning.checkpoint": "checkpoint files lightning_files",
     "lightning.loop": "default_trainer errors trainer",
-    "lightning.module": "default_trainer errors evaluation hooks launch lightning.checkpoint lightning.data lightning.loop "
+    "lightning.module": "_compat default_trainer errors evaluation hooks launch lightning.checkpoint lightning.data lightning.loop "
     "lightning.precision policy step",
     "lightning.options": "errors lightning.checkpoint lightning.precision policy",
     # the set-up, which must run before torch and Detectron2 are there

@@ -12,6 +12,7 @@ from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 from lightning.pytorch import LightningModule
 
+from .. import _compat
 from ..default_trainer import PrecisionTrainer
 from ..errors import UserError
 from ..evaluation import evaluating
@@ -249,3 +250,7 @@ class TrainingModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint):
         self._resumed = checkpoint.get(_STATE)
+        if self._resumed is not None and _compat.repeats_last_batch():
+            for counts in checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"].values():
+                if isinstance(counts, dict):
+                    counts["completed"] = counts["processed"]
