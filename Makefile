@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Test files are shared out among processes, one for each core and four at most. WORKERS= is one process.
+WORKERS ?= -n auto --maxprocesses 4 --dist loadfile
 BENCHMARKS ?= benchmarks/step_overhead.py benchmarks/monitor_overhead.py
 
 PY := $(VENV)/bin/python
@@ -40,7 +42,7 @@ demo: $(READY)
 
 test: export OMP_NUM_THREADS = 1
 test: $(READY)
-	$(PY) -m pytest tests -q -m "not soak" $(ARGS)
+	$(PY) -m pytest tests -q -m "not soak" $(WORKERS) $(ARGS)
 
 soak: export OMP_NUM_THREADS = 1
 soak: $(READY)

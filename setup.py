@@ -58,7 +58,7 @@ setup(
     extras_require={
         **EXTRAS,
         "all": sorted(requirement for requirements in EXTRAS.values() for requirement in requirements),
-        "test": ["pytest", "pytest-timeout", "hypothesis", "build", *EXTRAS["lightning"]],
+        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "build", *EXTRAS["lightning"]],
     },
     entry_points={"console_scripts": ["d2amp = d2amp_ext.cli:main"]},
     zip_safe=False,

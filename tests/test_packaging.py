@@ -220,7 +220,7 @@ def checkout(tmp_path, monkeypatch):
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
     log = tmp_path / "log"
-    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "VENV", "ARGS"):  # those of the make that runs the tests
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "VENV", "ARGS", "WORKERS"):  # those of the make that runs the tests
         monkeypatch.delenv(name, raising=False)
 
     def make(*arguments, where=folder, fail="no such thing", old="0"):
@@ -243,7 +243,7 @@ SETUP = "-m d2amp_ext.setup_detectron2"
 def test_make_sets_up_once(checkout):
     status, commands, output = checkout("test", "ARGS=-k step")
     assert status == 0, output
-    test = "-m pytest tests -q -m not soak -k step"
+    test = "-m pytest tests -q -m not soak -n auto --maxprocesses 4 --dist loadfile -k step"
     assert commands == [MAKE_VENV, INSTALL, SETUP, test]
     assert checkout("test", "ARGS=-k step")[1] == [test]
     assert checkout("demo")[1] == ["demo"]
