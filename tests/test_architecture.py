@@ -104,7 +104,7 @@ ALLOWED = {
     "patches.loops": "_compat",
     "patches.models": "errors evaluation numerics.protect patches.current patches.loops policy step",
     "patches.updates": "patches.current patches.models step",
-    "patches.standalone": "checkpoint hooks monitor patches.models resume",
+    "patches.standalone": "build checkpoint hooks monitor patches.models resume",
     "patches.trainers": "build default_trainer patches.current patches.loops patches.models patches.standalone policy scaling "
     "trainer",
     "patches.processes": "launch patches.current",

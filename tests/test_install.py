@@ -406,6 +406,19 @@ def test_a_script_s_trainer_resumes_and_stock_reads_its_files(tmp_path, installe
     assert type(stock) is SimpleTrainer and stock.start_iter == 6
 
 
+@pytest.mark.parametrize("main", [chosen_trainer.main, default.main])
+def test_bundles_of_a_script_s_run(main, tmp_path, installed):
+    from d2amp_ext.numerics.bundle import read_bundle
+
+    opts = [*ON, "bf16", "SOLVER.BASE_LR", "1e30", "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "0"]
+    with pytest.raises(d2amp_ext.NonFiniteError, match="d2amp replay") as error:
+        main(opts, tmp_path)
+    (path,) = (tmp_path / "nonfinite").iterdir()
+    bundle = read_bundle(path)
+    assert bundle["config_kind"] == "yaml" and "META_ARCHITECTURE: TinyArch" in bundle["config"]
+    assert bundle["finding"]["description"] in str(error.value) and bundle["finding"]["forward"]["cls"]
+
+
 @pytest.mark.parametrize("kind, names", [(amp_subclass.Named, ["a name"]), (amp_subclass.Around, [])])
 def test_a_subclass_of_amp_trainer_keeps_its_parts(kind, names, tmp_path, installed, log):
     ours = amp_subclass.main([*ON, "bf16"], tmp_path, kind, *names)

@@ -149,6 +149,16 @@ def test_nobody_notices(tmp_path, precision, monkeypatch):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+def test_a_step_that_fp32_could_not_save_is_replayed_in_fp32(tmp_path):
+    """What 16 bit overflows in is not what made it fail."""
+    policy = PrecisionPolicy("fp16", nonfinite="retry_fp32", scaler=ScalerOptions(init_scale=16.0))
+    trainer = run(policy, data(6, huge={1, 3}, spoil={3}), model=Normed(), folder=tmp_path)
+    assert (trainer.last_step.retries, trainer.last_step.skips) == (1, 1)
+    bundle = read_bundle(tmp_path / "nonfinite" / names(tmp_path)[0])
+    assert (bundle["precision"], bundle["iteration"], bundle["scale"]) == ("fp32", 3, 1.0)
+    assert bundle["finding"]["forward"]["cls"] == "Normed" and bundle["finding"]["inputs"] == ("image_3.png: spoil",)
+
+
 def test_the_replay_has_the_losses_of_the_step(tmp_path):
     """From the saved random state and the statistics before the step: the terms that are finite agree in every bit."""
 

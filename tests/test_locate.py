@@ -40,12 +40,13 @@ class Staged(TinyModel):
         self.head = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 4))
         self.root = Root()
         self.fault = ""
-        self.seen = 0
+        self.seen, self.history = 0, [5]
         self.average = torch.ones(())
 
     def forward(self, batch):
         x = torch.cat([sample["x"] for sample in batch])
         self.seen += 1
+        self.history.append(self.seen)
         self.average = self.average * 0.9 + 0.1
         get_event_storage().put_scalar("seen", self.seen)
         hidden = self.dropout(torch.relu(self.norm(self.first(x))))
@@ -179,6 +180,7 @@ def test_other_errors_of_the_model_are_passed_on_and_leave_nothing_behind():
 def state(model):
     values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     values["gradients"] = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    values["history"] = list(model.history)
     values["seen"], values["average"], values["training"] = model.seen, model.average.clone(), [m.training for m in model.modules()]
     values["hooks"] = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
     values["random"] = random_state.capture()

@@ -71,7 +71,8 @@ def _forget_last_demo(folder):
     for pattern in ("events.out.tfevents.*", "metrics.json", "log.txt", "last_checkpoint", "model_*.pth", RESULT, "*.png"):
         for path in folder.glob(pattern):
             path.unlink()
-    shutil.rmtree(folder / "inference", ignore_errors=True)
+    for name in ("inference", "nonfinite"):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _set_up_logs(cfg):

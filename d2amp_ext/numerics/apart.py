@@ -1,6 +1,7 @@
 """A replay leaves no trace: what a forward and a backward pass change is put back, and other ranks are not waited for."""
 
 import contextlib
+from collections import OrderedDict, deque
 
 import torch
 import torch.distributed as dist
@@ -9,14 +10,16 @@ from torch import nn
 
 from .. import random_state
 
+_CONTAINERS = (dict, OrderedDict, list, set, deque)  # whose contents a module may change in place
+
 
 @contextlib.contextmanager
 def apart(model, random=None, iteration=0):
     """Around forward and backward passes that must not be seen.
 
     Parameters are exchanged for leaves of their own that share the values, so that neither gradients nor hooks of
-    DistributedDataParallel notice; buffers for copies. Attributes of modules, random states and gradients are put back.
-    Losses that the model logs go to an EventStorage that is thrown away.
+    DistributedDataParallel notice; buffers for copies. Attributes of modules, lists and dicts among them, random states
+    and gradients are put back. What the model logs goes to an EventStorage that is thrown away.
 
     Args:
         model (nn.Module): not in DistributedDataParallel.
@@ -25,7 +28,8 @@ def apart(model, random=None, iteration=0):
     """
     now = random_state.snapshot()
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    kept = [(module, dict(vars(module)), dict(module._parameters), dict(module._buffers)) for module in modules]
+    attributes = [(module, dict(vars(module))) for module in modules]
+    contents = [(value, value.copy()) for _, kept in attributes for value in kept.values() if type(value) in _CONTAINERS]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     stand_ins = {}
     try:
@@ -39,12 +43,12 @@ def apart(model, random=None, iteration=0):
         with EventStorage(iteration), _alone(), _eager(), torch.enable_grad():
             yield
     finally:
-        for module, attributes, parameters, buffers in kept:
+        for module, kept in attributes:
             vars(module).clear()
-            vars(module).update(attributes)
-            for live, saved in ((module._parameters, parameters), (module._buffers, buffers)):
-                live.clear()
-                live.update(saved)
+            vars(module).update(kept)
+        for live, kept in contents:  # parameters and buffers among them
+            live.clear()
+            (live.extend if isinstance(live, (list, deque)) else live.update)(kept)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         random_state.restore(random_state.plain(now))

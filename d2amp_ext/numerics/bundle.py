@@ -22,7 +22,7 @@ FOLDER = "nonfinite"
 KEEP_FIRST, KEEP_NEWEST = 2, 3
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
-_TENSOR_HOLDERS = {cls.__name__: cls for cls in (Boxes, RotatedBoxes, BitMasks, Keypoints)}
+_TENSOR_HOLDERS = {cls.__name__: cls for cls in (RotatedBoxes, Boxes, BitMasks, Keypoints)}  # derived ones first
 
 # What a bundle must hold, and of which type.
 _FIELDS = {
@@ -104,7 +104,8 @@ def decode(value):
         items = [decode(item) for item in content]
         return items if kind == "list" else tuple(items)
     if kind == "Instances":
-        return Instances(tuple(content), **{name: decode(item) for name, item in value[2]})
+        height, width = map(int, content)
+        return Instances((height, width), **{name: decode(item) for name, item in value[2]})
     if kind == "PolygonMasks":
         return PolygonMasks(decode(content))
     if kind in _TENSOR_HOLDERS:

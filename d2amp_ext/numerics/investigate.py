@@ -1,5 +1,6 @@
 """When a step is looked into: the locator, the bundle on disk, and what the log and the last message say."""
 
+import dataclasses
 import logging
 import os
 import platform
@@ -83,12 +84,13 @@ class Investigator:
         return sorted({float(group["lr"]) for group in self._optimizer.param_groups})
 
     def _look(self, record, batches, before):
+        policy = self._policy
+        if policy.nonfinite == "retry_fp32" and policy.precision in ("fp16", "bf16"):
+            policy = dataclasses.replace(policy, precision="fp32")  # in which it was not finite either
         try:
             random = random_state.plain(before)
-            scale = record.scale.item()
-            finding = locate(
-                self._model, batches, self._policy, scale=scale, random=random, iteration=record.iteration
-            )
+            scale = record.scale.item() if policy.uses_scaler else 1.0
+            finding = locate(self._model, batches, policy, scale=scale, random=random, iteration=record.iteration)
         except Exception as error:  # of the model, or out of memory: the run is no worse for it
             logger.warning(f"Iteration {record.iteration} could not be replayed: {type(error).__name__}: {error}")
             return ""
@@ -110,7 +112,7 @@ class Investigator:
             "world_size": comm.get_world_size(),
             "cause": record.cause,
             "skips": [record.skips, record.skips_in_row],
-            "precision": self._policy.precision,
+            "precision": finding.precision,
             "device": str(self._policy.device),
             "scale": scale,
             "learning_rates": self._rates(),

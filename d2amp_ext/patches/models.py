@@ -172,6 +172,13 @@ def settings_of(model):
     return current.settings(known.source if known else None)
 
 
+def config_text_of(model):
+    """That config as text, and its kind. None where it is a LazyConfig, which by now holds parts of the run."""
+    known = served(model)
+    source = known.source if known else current.latest()
+    return (source.dump(), "yaml") if hasattr(source, "dump") else ("", "")
+
+
 @contextlib.contextmanager
 def serving():
     """A context at whose end models are left as they were found."""

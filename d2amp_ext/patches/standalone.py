@@ -8,6 +8,7 @@ from detectron2.engine import hooks as stock_hooks
 from detectron2.utils import comm
 
 from .. import hooks
+from ..build import write_bundles
 from ..checkpoint import PrecisionCheckpointer
 from ..monitor import build_monitor_hooks, place, writers_of
 from ..resume import ResumeState
@@ -37,8 +38,10 @@ class Standalone:
         if comm.get_world_size() > 1:
             self._gather_on_all_ranks()
         cfg = models.settings_of(self.model)
-        if cfg is not None and not self.watched:
-            self._watch(cfg)
+        if cfg is not None:
+            write_bundles(cfg, self, *models.config_text_of(self.model))
+            if not self.watched:
+                self._watch(cfg)
         super().before_train()
         hooks.restore(self, self.resume_state, self)
 
