@@ -20,6 +20,7 @@ COMMANDS = {
     "lightning": ("commands.lightning", "train and evaluate a model from a YAML config with Lightning"),
     "predict": ("commands.predict", "draw a model's predictions on images"),
     "replay": ("commands.replay", "make a step that was not finite again, and find the module where it began"),
+    "audit": ("commands.audit", "measure what a precision changes on a model and its data, and which modules are to blame"),
     "demo": ("commands.demo", "train a detector on real microscopy images in a few minutes"),
     "setup": ("setup_detectron2", "install torch and Detectron2 where they are missing"),
 }
@@ -41,7 +42,7 @@ def main(argv=None):
         argv (list[str] or None): None means sys.argv[1:].
 
     Returns:
-        int: 0 done; 1 the run failed or gave up; 2 a user's mistake; 3 `replay` found something; 128+N ended by signal N.
+        int: 0 done; 1 the run failed or gave up; 2 a user's mistake; 3 `replay` or `audit` found something; 128+N ended by signal N.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser("d2amp", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)

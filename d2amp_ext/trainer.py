@@ -114,6 +114,10 @@ class AMPTrainer(_AMPTrainer):
         with self.policy.float32_switches():
             super().train(start_iter, max_iter)
 
+    def describe(self):
+        """One line for people: the precision and why, and what of this model stays in fp32. Logged when it was made."""
+        return f"{self.policy.describe()}; {self.protection.describe()}"
+
     def before_train(self):
         self.follow_writers(self._hooks)
         super().before_train()

@@ -111,6 +111,12 @@ def shield(model):
     return dict(counts), tuple(left_alone)
 
 
+def methods_of(value):
+    """The names of the methods that the table has for the class of an object, or for a class that it derives from."""
+    rows = _rows()
+    return next((tuple(rows[cls]) for cls in type(value).__mro__ if cls in rows), ())
+
+
 def _candidates(name, module):
     """A module and the plain objects among its attributes, such as box transforms; with names for people."""
     yield name or type(module).__name__, module

@@ -1,0 +1,239 @@
+"""Modules ranked by the error that they add themselves.
+
+The model runs in the audited precision. Each time a module is done, its own code is run once more in fp32: on the inputs
+that it had, and with what the modules that it called had answered. Neither errors that came in nor those of the modules
+inside count, so that every error is counted once, where it is made: for a convolution that is its arithmetic, for a
+module such as StandardROIHeads what its own lines do between the calls. Methods that the shield knows by name
+(`inference`, `predict_boxes`, `losses` ...) count as modules of their own.
+"""
+
+import contextlib
+import copy
+import logging
+from dataclasses import dataclass, field
+from typing import Any, List
+
+import torch
+
+from .. import random_state
+from ..numerics.apart import apart
+from ..numerics.island import active_autocast, autocast_off, clean_name, stock_class, tensors_in, upcast
+from ..numerics.shield import methods_of
+from ..numerics.watch import extent
+from .compare import box_error, error_between
+
+logger = logging.getLogger(__name__)
+
+_UNKNOWN = object()
+_GIVE_BOXES = ("apply_deltas", "predict_boxes", "predict_boxes_for_gt_classes")
+
+
+@dataclass
+class Added:
+    """What a module adds.
+
+    Attributes:
+        name (str): qualified; "" is the model itself.
+        method (str): of the module, where it is not `forward`.
+        cls (str): its class.
+        error (float): the largest of its calls, as `error_between` measures it; infinite where its output was not finite.
+        dtype (str): of its outputs, such as "bfloat16"; "" where it has no floats.
+        largest (float): the largest finite magnitude of its outputs.
+        mode (str): "training" or "evaluation".
+        calls (int): how often it was called.
+        caller (str): the name of the module whose code called it first.
+        order (int): its place in the order in which modules were done.
+    """
+
+    name: str
+    method: str
+    cls: str
+    error: float = 0.0
+    dtype: str = ""
+    largest: float = 0.0
+    mode: str = ""
+    calls: int = 0
+    caller: str = ""
+    order: int = 0
+
+    @property
+    def label(self):
+        return ".".join(filter(None, [self.name, self.method])) or "(the model)"
+
+
+def rank(model, reference, policy, fp32, batch, random, training):
+    """Runs one forward pass and measures every module.
+
+    Args:
+        model (nn.Module): protected as the policy says.
+        reference (nn.Module): the same model, not protected.
+        policy (PrecisionPolicy): resolved.
+        fp32 (PrecisionPolicy): resolved, in fp32.
+        batch (list): what the model takes.
+        random (dict): a state of `random_state.capture`.
+        training (bool): in training mode or in evaluation mode.
+
+    Returns:
+        list[Added]: the largest errors first, in the order of calls where they are equal.
+    """
+    tracer = _Tracer(reference, fp32, "training" if training else "evaluation")
+    with apart(model, random), apart(reference), torch.no_grad():
+        for each in (model, reference):
+            each.train(training)
+        with tracer.watching(model), policy.float32_switches(), policy.autocast():
+            with contextlib.suppress(FloatingPointError):  # what was called until then is measured
+                model(batch)
+    return sorted(tracer.added.values(), key=lambda added: (-added.error, added.order))
+
+
+class _Diverged(Exception):
+    """In fp32 the code goes another way, so that there are no answers to give it."""
+
+
+@dataclass
+class _Call:
+    key: tuple
+    inputs: Any
+    random: tuple
+    answers: List[tuple] = field(default_factory=list)  # (key, output, random state after it)
+
+
+class _Tracer:
+    """Watches one forward pass of a model, with a twin of it for the replays."""
+
+    def __init__(self, reference, fp32, mode):
+        self.added = {}
+        self._reference, self._fp32, self._mode = reference, fp32, mode
+        self._originals = {}
+        self._stack = []
+        self._done = 0
+        self._answers = None  # of the replay that is under way
+
+    @contextlib.contextmanager
+    def watching(self, model):
+        twins = {key: (owner, attribute) for key, owner, attribute in _pieces(self._reference)}
+        with contextlib.ExitStack() as stack:
+            for key, owner, attribute in _pieces(model):
+                if key not in twins:
+                    continue
+                twin, _ = twins[key]
+                self.added[key] = Added(*key, stock_class(owner).__name__, mode=self._mode)
+                self._originals[key] = getattr(twin, attribute)
+                stack.enter_context(_exchanged(twin, attribute, self._answering(key)))
+                stack.enter_context(_exchanged(owner, attribute, self._measured(key, getattr(owner, attribute))))
+            yield
+        self.added = {key: added for key, added in self.added.items() if added.calls}
+
+    def _measured(self, key, original):
+        def call(*args, **kwargs):
+            if self._answers is not None:  # an object that both models share
+                return self._originals[key](*args, **kwargs)
+            depth = len(self._stack)
+            self._stack.append(_Call(key, _copied((args, kwargs)), random_state.snapshot()))
+            try:
+                output = original(*args, **kwargs)
+            finally:
+                call = self._stack[depth]
+                del self._stack[depth:]
+            after = random_state.snapshot()
+            self._measure(call, output)
+            random_state.restore(random_state.plain(after))
+            if self._stack:
+                self._stack[-1].answers.append((key, _copied(output), after))
+            return output
+
+        return call
+
+    def _answering(self, key):
+        def call(*args, **kwargs):
+            if self._answers is None:
+                return self._originals[key](*args, **kwargs)
+            if not self._answers or self._answers[0][0] != key or self._answers[0][1] is _UNKNOWN:
+                raise _Diverged
+            _, output, after = self._answers.pop(0)
+            random_state.restore(random_state.plain(after))
+            return upcast(_copied(output))
+
+        return call
+
+    def _measure(self, call, output):
+        added = self.added[call.key]
+        if not added.calls:
+            added.caller = self._stack[-1].key[0] if self._stack else ""
+            added.order = self._done = self._done + 1
+        added.calls += 1
+        added.largest = max(added.largest, extent(output).largest)
+        added.dtype = next((_name(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()), added.dtype)
+        if call.inputs is _UNKNOWN or extent(call.inputs).kind in ("NaN", "infinite"):
+            return
+        try:
+            wanted = self._replay(call)
+        except Exception as error:  # of code that cannot do without what was not recorded
+            logger.debug(f"{added.label} was not measured: {type(error).__name__}: {error}")
+            return
+        error = _error(added, output, wanted)
+        if error > added.error:
+            added.error = error
+
+    def _replay(self, call):
+        args, kwargs = upcast(call.inputs)
+        self._answers = list(call.answers)
+        random_state.restore(random_state.plain(call.random))
+        try:
+            with autocast_off(active_autocast(args, kwargs)), self._fp32.float32_switches():
+                return self._originals[call.key](*args, **kwargs)
+        finally:
+            self._answers = None
+
+
+def _error(added, output, wanted):
+    if added.method.rpartition(".")[2] in _GIVE_BOXES:
+        size = 5 if "Rotated" in added.cls else 4
+        output, wanted = ([piece.reshape(-1, size) for piece in tensors_in(side)] for side in (output, wanted))
+        if len(output) == len(wanted):
+            return max((box_error(*pair) for pair in zip(output, wanted)), default=0.0)
+    return error_between(output, wanted)
+
+
+def _pieces(model):
+    """((qualified name, method or ""), object, attribute) of everything that is measured."""
+    seen = set()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        name = clean_name(name)
+        yield (name, ""), module, "forward"
+        plain = [(a, value) for a, value in vars(module).items() if not isinstance(value, torch.nn.Module)]
+        for prefix, value in [("", module), *((f"{attribute}.", value) for attribute, value in plain)]:
+            for method in methods_of(value):
+                is_one = callable(getattr(value, method, None)) and not isinstance(getattr(value, method), torch.nn.Module)
+                if is_one and method != "forward" and (id(value), method) not in seen:
+                    seen.add((id(value), method))
+                    yield (name, prefix + method), value, method
+
+
+@contextlib.contextmanager
+def _exchanged(owner, attribute, value):
+    """An attribute of one object, not of its class, for a while."""
+    before = vars(owner).get(attribute)
+    vars(owner)[attribute] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            vars(owner).pop(attribute, None)
+        else:
+            vars(owner)[attribute] = before
+
+
+def _copied(value):
+    """A copy that nobody changes in place; _UNKNOWN where there is none to be had."""
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # an open file, a tensor with a graph ...
+        logger.debug(f"Values were not recorded: {type(error).__name__}: {error}")
+        return _UNKNOWN
+
+
+def _name(tensor):
+    return str(tensor.dtype).replace("torch.", "")
