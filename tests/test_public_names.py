@@ -161,6 +161,12 @@ RUN_FLAGS = {
 OPTIONS = {
     "train": {**RUN_FLAGS, "opts": None},
     "lazy": {**RUN_FLAGS, "opts": None},
+    "run": {
+        "--trust": False,
+        "-m --module": False,
+        "script": None,
+        "args": None,
+    },
     "lightning": {
         "--accelerator": "auto",
         "--devices": None,
@@ -169,12 +175,6 @@ OPTIONS = {
         "--precision": None,
         **RUN_FLAGS,
         "opts": None,
-    },
-    "run": {
-        "--trust": False,
-        "-m --module": False,
-        "script": None,
-        "args": None,
     },
     "predict": {
         "images": None,
