@@ -189,6 +189,9 @@ class AmpCfgNode(CfgNode):
 
 def _spelt(key, value, original):
     """`value` in the type of `original`, where that is what was meant."""
+    if isinstance(original, CfgNode):
+        example = next(iter(original), "NAME")
+        raise UserError(f"{key} = {value!r}: it is a section, and no value. Set its keys, such as {key}.{example}.")
     if isinstance(original, bool) and isinstance(value, str):
         value = _BOOLEANS.get(value.strip().lower(), value)
     elif isinstance(original, float) and type(value) is int and abs(value) < 2**1023:
@@ -201,8 +204,9 @@ def _spelt(key, value, original):
     # yacs takes None for everything. Where a number or a section is needed, it would fail much later.
     none_is_fine = original is None or (value is None and type(original) in (str, list, tuple) and key not in DEFAULTS)
     if len(kinds) > 1 and not none_is_fine and kinds != {list, tuple}:
-        example = f"keys, such as {key}.{next(iter(original))}" if isinstance(original, CfgNode) else repr(original)
-        raise UserError(f"{key} = {value!r} has the wrong type {_kind(value)}. It must be {_kind(original)}: {example}.")
+        raise UserError(
+            f"{key} = {value!r} has the wrong type {_kind(value)}. It must be {type(original).__name__}: {original!r}."
+        )
     # yacs evaluates strings again: "16" must arrive as a quoted string.
     return repr(value) if isinstance(value, str) and CfgNode._decode_cfg_value(value) != value else value
 

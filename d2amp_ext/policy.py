@@ -108,6 +108,9 @@ class PrecisionPolicy:
         _require(isinstance(self.scaler, ScalerOptions), "scaler", self.scaler, "must be a ScalerOptions")
         patterns = (self.fp32_modules,) if isinstance(self.fp32_modules, str) else self.fp32_modules
         object.__setattr__(self, "fp32_modules", tuple(patterns))
+        for pattern in self.fp32_modules:
+            _require(isinstance(pattern, str) and pattern, "fp32_modules", list(self.fp32_modules),
+                     "must be names or glob patterns, such as 'roi_heads.*'")  # fmt: skip
         _require_numbers(self, "", max_consecutive_skips=Integral)
         _require(self.nonfinite in NONFINITE, "nonfinite", self.nonfinite, f"must be one of {', '.join(NONFINITE)}")
         _require(self.max_consecutive_skips >= 0, "max_consecutive_skips", self.max_consecutive_skips,
