@@ -5,7 +5,7 @@ import math
 import torch
 from detectron2.structures import Boxes, Instances, RotatedBoxes, pairwise_iou
 
-FLOOR = 0.01  # of the size of a tensor: below it, differences between its values do not count as signal
+FLOOR = 0.01  # of the size of a tensor: below it, differences between its values do not count as signal, norm or not
 SMALLEST = 1e-3  # of a single number, such as a loss
 MATCH_IOU = 0.5
 
@@ -13,9 +13,8 @@ MATCH_IOU = 0.5
 def error_between(found, wanted):
     """The relative error of nested values; of several, the largest.
 
-    Tensors are compared with the spread of each of their channels and not with their size: a convolution whose outputs
-    are 100.1 and 100.3 has lost them when it gives 100 twice. Boxes are compared with their own sides and not with
-    their coordinates, and `Instances` are matched before. Integers do not count.
+    Boxes are compared with their own sides and not with their coordinates, and `Instances` are matched before. Integers
+    do not count.
 
     Args:
         found, wanted: outputs of the same code.
@@ -39,8 +38,14 @@ def error_between(found, wanted):
     return tensor_error(*inner) if all(isinstance(value, torch.Tensor) for value in inner) else 0.0
 
 
-def tensor_error(found, wanted):
-    """As `error_between`, of two tensors."""
+def tensor_error(found, wanted, norm=None):
+    """As `error_between`, of two tensors.
+
+    Args:
+        found, wanted (Tensor):
+        norm (str or None): the class of a normalization layer that they go to, which takes their mean away: 100.1 and
+            100.3 are lost to it when both are 100.
+    """
     if not wanted.is_floating_point() or not found.is_floating_point():
         return 0.0
     if found.shape != wanted.shape:
@@ -49,26 +54,21 @@ def tensor_error(found, wanted):
     usable = torch.isfinite(wanted)  # minus infinity is what masks are made of
     if not torch.isfinite(found[usable]).all():
         return math.inf
-    difference = torch.where(usable, found - wanted, 0.0)
-    distance = difference.norm().item()
+    distance = torch.where(usable, found - wanted, 0.0).norm().item()
     if distance == 0:
         return 0.0
     clean = torch.where(usable, wanted, 0.0)
     size = clean.norm().item()
-    if clean.numel() == 1:
-        return distance / max(size, SMALLEST)
-    return distance / max(math.hypot(_spread(clean), FLOOR * size), 1e-30)
+    if norm is not None and clean.ndim > 1:
+        size = math.hypot((clean - clean.mean(dim=_averaged(norm, clean.ndim), keepdim=True)).norm().item(), FLOOR * size)
+    return distance / max(size, SMALLEST if clean.numel() == 1 else 1e-30)
 
 
-def _spread(tensor):
-    """The norm of what is left of a tensor without the mean of each channel; its norm where a channel is one value."""
-    if tensor.ndim < 2:
-        return tensor.norm().item()
-    channel = 1 if tensor.ndim == 4 else tensor.ndim - 1
-    others = [dim for dim in range(tensor.ndim) if dim != channel]
-    if tensor.numel() == tensor.shape[channel]:
-        return tensor.norm().item()
-    return (tensor - tensor.mean(dim=others, keepdim=True)).norm().item()
+def _averaged(norm, ndim):
+    """The dimensions over which a normalization layer takes the mean."""
+    if "BatchNorm" in norm:
+        return [dim for dim in range(ndim) if dim != 1]
+    return list(range(2, ndim)) if ndim == 4 and "Layer" not in norm else [ndim - 1]
 
 
 def box_error(found, wanted):

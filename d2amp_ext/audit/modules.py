@@ -1,9 +1,10 @@
 """Modules ranked by the error that they add themselves.
 
 The model runs in the audited precision. Each time a module is done, its own code is run once more in fp32: on the inputs
-that it had, and with what the modules that it called had answered. Neither errors that came in nor those of the modules
-inside count, so that every error is counted once, where it is made: for a convolution that is its arithmetic, for a
-module such as StandardROIHeads what its own lines do between the calls. Methods that the shield knows by name
+that it had, and with what the modules that it called had answered. What differs then, in its output or in what it hands
+to another module, is its own. Neither errors that came in nor those of the modules inside count, so that every error is
+counted once, where it is made: for a convolution that is its arithmetic, for a module such as StandardROIHeads what its
+own lines do between the calls. What goes to a normalization layer is compared as that sees it, without its mean. Methods that the shield knows by name
 (`inference`, `predict_boxes`, `losses` ...) count as modules of their own.
 """
 
@@ -20,7 +21,7 @@ from ..numerics.apart import apart
 from ..numerics.island import active_autocast, autocast_off, clean_name, stock_class, tensors_in, upcast
 from ..numerics.shield import methods_of
 from ..numerics.watch import extent
-from .compare import box_error, error_between
+from .compare import box_error, error_between, tensor_error
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class _Call:
     key: tuple
     inputs: Any
     random: tuple
-    answers: List[tuple] = field(default_factory=list)  # (key, output, random state after it)
+    answers: List[tuple] = field(default_factory=list)  # (key, inputs, output, random state after it)
 
 
 class _Tracer:
@@ -108,6 +109,8 @@ class _Tracer:
         self._stack = []
         self._done = 0
         self._answers = None  # of the replay that is under way
+        self._handed = 0.0  # the error in what it hands to other modules
+        self._last = (None, None, None)  # the module that was done last, its output and what that would be in fp32
 
     @contextlib.contextmanager
     def watching(self, model):
@@ -128,6 +131,7 @@ class _Tracer:
         def call(*args, **kwargs):
             if self._answers is not None:  # an object that both models share
                 return self._originals[key](*args, **kwargs)
+            self._look_back(key, args)
             depth = len(self._stack)
             self._stack.append(_Call(key, _copied((args, kwargs)), random_state.snapshot()))
             try:
@@ -139,7 +143,7 @@ class _Tracer:
             self._measure(call, output)
             random_state.restore(random_state.plain(after))
             if self._stack:
-                self._stack[-1].answers.append((key, _copied(output), after))
+                self._stack[-1].answers.append((key, call.inputs, _copied(output), after))
             return output
 
         return call
@@ -148,9 +152,10 @@ class _Tracer:
         def call(*args, **kwargs):
             if self._answers is None:
                 return self._originals[key](*args, **kwargs)
-            if not self._answers or self._answers[0][0] != key or self._answers[0][1] is _UNKNOWN:
+            if not self._answers or self._answers[0][0] != key or any(part is _UNKNOWN for part in self._answers[0]):
                 raise _Diverged
-            _, output, after = self._answers.pop(0)
+            _, inputs, output, after = self._answers.pop(0)
+            self._handed = max(self._handed, _handed_error(self.added[key].cls, inputs, (args, kwargs)))
             random_state.restore(random_state.plain(after))
             return upcast(_copied(output))
 
@@ -171,13 +176,18 @@ class _Tracer:
         except Exception as error:  # of code that cannot do without what was not recorded
             logger.debug(f"{added.label} was not measured: {type(error).__name__}: {error}")
             return
-        error = _error(added, output, wanted)
-        if error > added.error:
-            added.error = error
+        added.error = max(added.error, self._handed, _error(added, output, wanted))
+        self._last = (added, output, wanted)
+
+    def _look_back(self, key, args):
+        """A normalization layer is called: what was made just before is compared as the layer sees it."""
+        added, output, wanted = self._last
+        if added is not None and args and args[0] is output and "Norm" in self.added[key].cls:
+            added.error = max(added.error, _handed_error(self.added[key].cls, output, wanted))
 
     def _replay(self, call):
         args, kwargs = upcast(call.inputs)
-        self._answers = list(call.answers)
+        self._answers, self._handed = list(call.answers), 0.0
         random_state.restore(random_state.plain(call.random))
         try:
             with autocast_off(active_autocast(args, kwargs)), self._fp32.float32_switches():
@@ -193,6 +203,13 @@ def _error(added, output, wanted):
         if len(output) == len(wanted):
             return max((box_error(*pair) for pair in zip(output, wanted)), default=0.0)
     return error_between(output, wanted)
+
+
+def _handed_error(cls, found, wanted):
+    if "Norm" not in cls:
+        return error_between(found, wanted)
+    pairs = zip(tensors_in(found), tensors_in(wanted))
+    return max((tensor_error(*pair, norm=cls) for pair in pairs), default=0.0)
 
 
 def _pieces(model):
