@@ -186,7 +186,7 @@ class _Tracer:
             added.error = max(added.error, _handed_error(self.added[key].cls, output, wanted))
 
     def _replay(self, call):
-        args, kwargs = upcast(call.inputs)
+        args, kwargs = upcast(_copied(call.inputs))  # who called it is still to compare what it handed over
         self._answers, self._handed = list(call.answers), 0.0
         random_state.restore(random_state.plain(call.random))
         try:
