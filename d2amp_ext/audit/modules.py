@@ -11,6 +11,7 @@ own lines do between the calls. What goes to a normalization layer is compared a
 import contextlib
 import copy
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import Any, List
 
@@ -22,6 +23,7 @@ from ..numerics.island import active_autocast, autocast_off, clean_name, stock_c
 from ..numerics.shield import methods_of
 from ..numerics.watch import extent
 from .compare import box_error, error_between, tensor_error
+from .training import is_of_the_precision
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,8 @@ class Added:
         name (str): qualified; "" is the model itself.
         method (str): of the module, where it is not `forward`.
         cls (str): its class.
-        error (float): the largest of its calls, as `error_between` measures it; infinite where its output was not finite.
+        error (float): the largest of its calls, as `error_between` measures it; infinite where its output
+            was not finite, or there was none because it raised.
         dtype (str): of its outputs, such as "bfloat16"; "" where it has no floats.
         largest (float): the largest finite magnitude of its outputs.
         mode (str): "training" or "evaluation".
@@ -82,8 +85,11 @@ def rank(model, reference, policy, fp32, batch, random, training):
         for each in (model, reference):
             each.train(training)
         with tracer.watching(model), policy.float32_switches(), policy.autocast():
-            with contextlib.suppress(FloatingPointError):  # what was called until then is measured
+            try:
                 model(batch)
+            except Exception as error:  # what was called until then is measured
+                if not is_of_the_precision(error):
+                    raise
     return sorted(tracer.added.values(), key=lambda added: (-added.error, added.order))
 
 
@@ -107,7 +113,7 @@ class _Tracer:
         self._reference, self._fp32, self._mode = reference, fp32, mode
         self._originals = {}
         self._stack = []
-        self._done = 0
+        self._done, self._raised = 0, None
         self._answers = None  # of the replay that is under way
         self._handed = 0.0  # the error in what it hands to other modules
         self._last = (None, None, None)  # the module that was done last, its output and what that would be in fp32
@@ -136,6 +142,9 @@ class _Tracer:
             self._stack.append(_Call(key, _copied((args, kwargs)), random_state.snapshot()))
             try:
                 output = original(*args, **kwargs)
+            except Exception as error:
+                self._blame(key, error)
+                raise
             finally:
                 call = self._stack[depth]
                 del self._stack[depth:]
@@ -161,12 +170,22 @@ class _Tracer:
 
         return call
 
-    def _measure(self, call, output):
-        added = self.added[call.key]
+    def _blame(self, key, error):
+        """The innermost module that raised is the one that cannot do it. FloatingPointError has its cause before."""
+        if isinstance(error, RuntimeError) and self._raised is not error:
+            self._raised = error
+            self._count(key).error = math.inf
+
+    def _count(self, key):
+        added = self.added[key]
         if not added.calls:
             added.caller = self._stack[-1].key[0] if self._stack else ""
             added.order = self._done = self._done + 1
         added.calls += 1
+        return added
+
+    def _measure(self, call, output):
+        added = self._count(call.key)
         added.largest = max(added.largest, extent(output).largest)
         added.dtype = next((_name(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()), added.dtype)
         if call.inputs is _UNKNOWN or extent(call.inputs).kind in ("NaN", "infinite"):
