@@ -9,6 +9,7 @@ import torch
 from audit_models import grid, policy
 from detectron2.modeling import build_model
 from detectron2.structures import Boxes, Instances
+from detectron2.utils.events import EventStorage
 from test_shield import small_fcos
 from torch import nn
 
@@ -91,7 +92,13 @@ def fcos():
     model = small_fcos(build_model(load_cfg("quick/faster_rcnn_micro.yaml", ["MODEL.DEVICE", "cpu"])).backbone)
     boxes = Boxes(torch.tensor([[4.0, 4, 40, 40], [30.0, 10, 62, 44]]))
     truth = Instances((48, 64), gt_boxes=boxes, gt_classes=torch.tensor([0, 1]))
-    return model, [[{"image": torch.rand(3, 48, 64) * 255, "instances": truth}]], [{"image": torch.rand(3, 48, 64) * 255}]
+    batch = [{"image": torch.rand(3, 48, 64) * 255, "instances": truth}]
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None  # statistics of the one batch, or a model that was never trained explodes
+    with EventStorage(), torch.no_grad():
+        model(batch)
+    return model, [batch], [{"image": batch[0]["image"]}]
 
 
 def test_without_the_shield_what_it_would_mend_comes_first_and_it_is_tried_first(fcos):

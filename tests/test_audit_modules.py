@@ -67,10 +67,25 @@ class Offset(nn.Module):
         return {"loss": self.second(self.norm(self.first(batch[0]["x"]))).float().square().mean()}
 
 
-def test_what_a_normalization_layer_sees_is_its_input_without_the_mean():
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_goes_to_a_normalization_layer_is_compared_behind_it(inside):
     torch.manual_seed(0)
-    first = ranking(Offset(), "bf16", [{"x": torch.randn(64, 8)}])[0]
-    assert first.name == "first" and first.error > 0.1
+    model = Offset()
+    if inside:  # as in Detectron2's convolutions
+        model.first = Normed(model.first, model.norm)
+        model.norm = nn.Identity()
+    first, second, *_ = ranking(model, "bf16", [{"x": torch.randn(64, 8)}])
+    assert first.name == ("first.linear" if inside else "first") and first.error > 0.5 > 100 * second.error
+    assert ranking(model, "bf16", [{"x": torch.randn(64, 8)}], training=False)[0].error < 0.01  # it takes nothing away
+
+
+class Normed(nn.Module):
+    def __init__(self, linear, norm):
+        super().__init__()
+        self.linear, self.norm = linear, norm
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
 
 
 class Draws(nn.Module):

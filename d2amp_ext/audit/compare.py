@@ -5,7 +5,6 @@ import math
 import torch
 from detectron2.structures import Boxes, Instances, RotatedBoxes, pairwise_iou
 
-FLOOR = 1e-3  # of the size of a tensor: below it, differences between its values do not count as signal, norm or not
 SMALLEST = 1e-3  # of a single number, such as a loss
 MATCH_IOU = 0.5
 FEWEST_BOXES = 4  # rows that are ordered as corners are by chance are rare enough from then on
@@ -41,14 +40,8 @@ def error_between(found, wanted):
     return tensor_error(*inner) if all(isinstance(value, torch.Tensor) for value in inner) else 0.0
 
 
-def tensor_error(found, wanted, norm=None):
-    """As `error_between`, of two tensors.
-
-    Args:
-        found, wanted (Tensor):
-        norm (str or None): the class of a normalization layer that they go to, which takes their mean away: 100.1 and
-            100.3 are lost to it when both are 100.
-    """
+def tensor_error(found, wanted):
+    """As `error_between`, of two tensors."""
     if not wanted.is_floating_point() or not found.is_floating_point():
         return 0.0
     if found.shape != wanted.shape:
@@ -60,18 +53,8 @@ def tensor_error(found, wanted, norm=None):
     distance = torch.where(usable, found - wanted, 0.0).norm().item()
     if distance == 0:
         return 0.0
-    clean = torch.where(usable, wanted, 0.0)
-    size = clean.norm().item()
-    if norm is not None and clean.ndim > 1:
-        size = math.hypot((clean - clean.mean(dim=_averaged(norm, clean.ndim), keepdim=True)).norm().item(), FLOOR * size)
-    return distance / max(size, SMALLEST if clean.numel() == 1 else 1e-30)
-
-
-def _averaged(norm, ndim):
-    """The dimensions over which a normalization layer takes the mean."""
-    if "BatchNorm" in norm:
-        return [dim for dim in range(ndim) if dim != 1]
-    return list(range(2, ndim)) if ndim == 4 and "Layer" not in norm else [ndim - 1]
+    size = torch.where(usable, wanted, 0.0).norm().item()
+    return distance / max(size, SMALLEST if wanted.numel() == 1 else 1e-30)
 
 
 def _corners(tensor):

@@ -4,7 +4,8 @@ The model runs in the audited precision. Each time a module is done, its own cod
 that it had, and with what the modules that it called had answered. What differs then, in its output or in what it hands
 to another module, is its own. Neither errors that came in nor those of the modules inside count, so that every error is
 counted once, where it is made: for a convolution that is its arithmetic, for a module such as StandardROIHeads what its
-own lines do between the calls. What goes to a normalization layer is compared as that sees it, without its mean. Methods that the shield knows by name
+own lines do between the calls. What goes to a normalization layer is compared behind it: 100.1 and 100.3 are nearly the
+same, and are lost to a layer that takes the mean away when both are 100. Methods that the shield knows by name
 (`inference`, `predict_boxes`, `losses` ...) count as modules of their own.
 """
 
@@ -22,7 +23,7 @@ from ..numerics.apart import apart
 from ..numerics.island import active_autocast, autocast_off, clean_name, stock_class, tensors_in, upcast
 from ..numerics.shield import methods_of
 from ..numerics.watch import extent
-from .compare import box_error, error_between, tensor_error
+from .compare import box_error, error_between
 from .training import is_of_the_precision
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class _Tracer:
     def __init__(self, reference, fp32, mode):
         self.added = {}
         self._reference, self._fp32, self._mode = reference, fp32, mode
-        self._originals = {}
+        self._originals, self._norms = {}, set()
         self._stack = []
         self._done, self._raised = 0, None
         self._answers = None  # of the replay that is under way
@@ -128,6 +129,8 @@ class _Tracer:
                 twin, _ = twins[key]
                 self.added[key] = Added(*key, stock_class(owner).__name__, mode=self._mode)
                 self._originals[key] = getattr(twin, attribute)
+                if "Norm" in self.added[key].cls and not any(True for _ in twin.children()):
+                    self._norms.add(key)
                 stack.enter_context(_exchanged(twin, attribute, self._answering(key)))
                 stack.enter_context(_exchanged(owner, attribute, self._measured(key, getattr(owner, attribute))))
             yield
@@ -164,9 +167,9 @@ class _Tracer:
             if not self._answers or self._answers[0][0] != key or any(part is _UNKNOWN for part in self._answers[0]):
                 raise _Diverged
             _, inputs, output, after = self._answers.pop(0)
-            self._handed = max(self._handed, _handed_error(self.added[key].cls, inputs, (args, kwargs)))
+            self._handed = max(self._handed, self._handed_error(key, inputs, (args, kwargs)))
             random_state.restore(random_state.plain(after))
-            return upcast(_copied(output))
+            return _lifted(output)
 
         return call
 
@@ -199,13 +202,26 @@ class _Tracer:
         self._last = (added, output, wanted)
 
     def _look_back(self, key, args):
-        """A normalization layer is called: what was made just before is compared as the layer sees it."""
+        """A normalization layer is called: what was made just before is compared behind it."""
         added, output, wanted = self._last
-        if added is not None and args and args[0] is output and "Norm" in self.added[key].cls:
-            added.error = max(added.error, _handed_error(self.added[key].cls, output, wanted))
+        if added is not None and args and args[0] is output and key in self._norms:
+            added.error = max(added.error, self._handed_error(key, ((output,), {}), ((wanted,), {})))
+
+    def _handed_error(self, key, found, wanted):
+        """The error in the (args, kwargs) of a call: of a normalization layer, in what comes out of it."""
+        if key in self._norms:
+            answers, self._answers = self._answers, None
+            try:
+                with autocast_off(active_autocast(found)):
+                    found, wanted = (self._originals[key](*side[0], **side[1]) for side in map(_lifted, (found, wanted)))
+            except Exception as error:  # one that needs other processes, for example
+                logger.debug(f"{self.added[key].label} could not be asked: {type(error).__name__}: {error}")
+            finally:
+                self._answers = answers
+        return error_between(found, wanted)
 
     def _replay(self, call):
-        args, kwargs = upcast(_copied(call.inputs))  # who called it is still to compare what it handed over
+        args, kwargs = _lifted(call.inputs)  # who called it is still to compare what it handed over
         self._answers, self._handed = list(call.answers), 0.0
         random_state.restore(random_state.plain(call.random))
         try:
@@ -222,13 +238,6 @@ def _error(added, output, wanted):
         if len(output) == len(wanted):
             return max((box_error(*pair) for pair in zip(output, wanted)), default=0.0)
     return error_between(output, wanted)
-
-
-def _handed_error(cls, found, wanted):
-    if "Norm" not in cls:
-        return error_between(found, wanted)
-    pairs = zip(tensors_in(found), tensors_in(wanted))
-    return max((tensor_error(*pair, norm=cls) for pair in pairs), default=0.0)
 
 
 def _pieces(model):
@@ -269,6 +278,11 @@ def _copied(value):
     except Exception as error:  # an open file, a tensor with a graph ...
         logger.debug(f"Values were not recorded: {type(error).__name__}: {error}")
         return _UNKNOWN
+
+
+def _lifted(value):
+    """An fp32 copy."""
+    return upcast(_copied(value))
 
 
 def _name(tensor):
