@@ -1,5 +1,6 @@
 """Predictions of two runs on the same images: what was found by both, how far apart, and what by one of them only."""
 
+import logging
 import math
 import statistics
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from .. import random_state
 from ..evaluation import to_fp32
 from ..numerics.apart import apart
 from .compare import box_error, match
+from .training import is_of_the_precision
+
+logger = logging.getLogger(__name__)
 
 CONFIDENCE = 0.25  # below it, whether a detection is there is chance; a partner may be less confident
 
@@ -31,7 +35,7 @@ class Detections:
         mask_iou (float or None): mean of the matched masks, where there are any.
         keypoint_shift (float or None): mean distance in pixels.
         pixels_changed (float or None): share of pixels of another class in semantic segmentation.
-        unusable (int): images whose predictions hold values that are not finite.
+        unusable (int): images without predictions, or whose predictions hold values that are not finite.
     """
 
     images: int = 0
@@ -65,15 +69,21 @@ def predict(model, policy, images, random):
         random (dict): a state of `random_state.capture`.
 
     Returns:
-        list[dict]
+        list[dict]: {} for an image that the model cannot be run on in this precision.
     """
     found = []
     with policy.float32_switches(), apart(model, random), torch.no_grad():
         model.eval()
         for image in images:
             random_state.restore(random)
-            with policy.autocast():
-                (output,) = model([image])
+            try:
+                with policy.autocast():
+                    (output,) = model([image])
+            except Exception as error:
+                if not is_of_the_precision(error, reference=policy.precision == "fp32"):
+                    raise
+                logger.warning(f"The prediction of an image in {policy.precision} raised {type(error).__name__}: {error}")
+                output = {}
             found.append({name: _on_cpu(value) for name, value in to_fp32(output).items()})
     return found
 
@@ -91,6 +101,7 @@ def compare_predictions(found, wanted):
     result = Detections(images=len(wanted))
     overlaps, shifts, masks, points, pixels = [], [], [], [], []
     for got, want in zip(found, wanted):
+        result.unusable += bool(want) and not got
         instances = [side.get("instances") for side in (got, want)]
         if all(isinstance(side, Instances) for side in instances):
             result.unusable += not _is_finite(instances[0])

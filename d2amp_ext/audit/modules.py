@@ -1,15 +1,18 @@
 """Modules ranked by the error that they add themselves.
 
 The model runs in the audited precision. Each time a module is done, its own code is run once more in fp32: on the inputs
-that it had, and with what the modules that it called had answered. Neither errors that came in nor those of the modules
-inside count, so that every error is counted once, where it is made: for a convolution that is its arithmetic, for a
-module such as StandardROIHeads what its own lines do between the calls. Methods that the shield knows by name
+that it had, and with what the modules that it called had answered. What differs then, in its output or in what it hands
+to another module, is its own. Neither errors that came in nor those of the modules inside count, so that every error is
+counted once, where it is made: for a convolution that is its arithmetic, for a module such as StandardROIHeads what its
+own lines do between the calls. What goes to a normalization layer is compared behind it: 100.1 and 100.3 are nearly the
+same, and are lost to a layer that takes the mean away when both are 100. Methods that the shield knows by name
 (`inference`, `predict_boxes`, `losses` ...) count as modules of their own.
 """
 
 import contextlib
 import copy
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import Any, List
 
@@ -21,6 +24,7 @@ from ..numerics.island import active_autocast, autocast_off, clean_name, stock_c
 from ..numerics.shield import methods_of
 from ..numerics.watch import extent
 from .compare import box_error, error_between
+from .training import is_of_the_precision
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +40,8 @@ class Added:
         name (str): qualified; "" is the model itself.
         method (str): of the module, where it is not `forward`.
         cls (str): its class.
-        error (float): the largest of its calls, as `error_between` measures it; infinite where its output was not finite.
+        error (float): the largest of its calls, as `error_between` measures it; infinite where its output
+            was not finite, or there was none because it raised.
         dtype (str): of its outputs, such as "bfloat16"; "" where it has no floats.
         largest (float): the largest finite magnitude of its outputs.
         mode (str): "training" or "evaluation".
@@ -81,8 +86,11 @@ def rank(model, reference, policy, fp32, batch, random, training):
         for each in (model, reference):
             each.train(training)
         with tracer.watching(model), policy.float32_switches(), policy.autocast():
-            with contextlib.suppress(FloatingPointError):  # what was called until then is measured
+            try:
                 model(batch)
+            except Exception as error:  # what was called until then is measured
+                if not is_of_the_precision(error):
+                    raise
     return sorted(tracer.added.values(), key=lambda added: (-added.error, added.order))
 
 
@@ -95,7 +103,7 @@ class _Call:
     key: tuple
     inputs: Any
     random: tuple
-    answers: List[tuple] = field(default_factory=list)  # (key, output, random state after it)
+    answers: List[tuple] = field(default_factory=list)  # (key, inputs, output, random state after it)
 
 
 class _Tracer:
@@ -104,10 +112,12 @@ class _Tracer:
     def __init__(self, reference, fp32, mode):
         self.added = {}
         self._reference, self._fp32, self._mode = reference, fp32, mode
-        self._originals = {}
+        self._originals, self._norms = {}, set()
         self._stack = []
-        self._done = 0
+        self._done, self._raised = 0, None
         self._answers = None  # of the replay that is under way
+        self._handed = 0.0  # the error in what it hands to other modules
+        self._last = (None, None, None)  # the module that was done last, its output and what that would be in fp32
 
     @contextlib.contextmanager
     def watching(self, model):
@@ -119,6 +129,8 @@ class _Tracer:
                 twin, _ = twins[key]
                 self.added[key] = Added(*key, stock_class(owner).__name__, mode=self._mode)
                 self._originals[key] = getattr(twin, attribute)
+                if "Norm" in self.added[key].cls and not any(True for _ in twin.children()):
+                    self._norms.add(key)
                 stack.enter_context(_exchanged(twin, attribute, self._answering(key)))
                 stack.enter_context(_exchanged(owner, attribute, self._measured(key, getattr(owner, attribute))))
             yield
@@ -128,10 +140,14 @@ class _Tracer:
         def call(*args, **kwargs):
             if self._answers is not None:  # an object that both models share
                 return self._originals[key](*args, **kwargs)
+            self._look_back(key, args)
             depth = len(self._stack)
             self._stack.append(_Call(key, _copied((args, kwargs)), random_state.snapshot()))
             try:
                 output = original(*args, **kwargs)
+            except Exception as error:
+                self._blame(key, error)
+                raise
             finally:
                 call = self._stack[depth]
                 del self._stack[depth:]
@@ -139,7 +155,7 @@ class _Tracer:
             self._measure(call, output)
             random_state.restore(random_state.plain(after))
             if self._stack:
-                self._stack[-1].answers.append((key, _copied(output), after))
+                self._stack[-1].answers.append((key, call.inputs, _copied(output), after))
             return output
 
         return call
@@ -148,20 +164,31 @@ class _Tracer:
         def call(*args, **kwargs):
             if self._answers is None:
                 return self._originals[key](*args, **kwargs)
-            if not self._answers or self._answers[0][0] != key or self._answers[0][1] is _UNKNOWN:
+            if not self._answers or self._answers[0][0] != key or any(part is _UNKNOWN for part in self._answers[0]):
                 raise _Diverged
-            _, output, after = self._answers.pop(0)
+            _, inputs, output, after = self._answers.pop(0)
+            self._handed = max(self._handed, self._handed_error(key, inputs, (args, kwargs)))
             random_state.restore(random_state.plain(after))
-            return upcast(_copied(output))
+            return _lifted(output)
 
         return call
 
-    def _measure(self, call, output):
-        added = self.added[call.key]
+    def _blame(self, key, error):
+        """The innermost module that raised is the one that cannot do it. FloatingPointError has its cause before."""
+        if isinstance(error, RuntimeError) and self._raised is not error:
+            self._raised = error
+            self._count(key).error = math.inf
+
+    def _count(self, key):
+        added = self.added[key]
         if not added.calls:
             added.caller = self._stack[-1].key[0] if self._stack else ""
             added.order = self._done = self._done + 1
         added.calls += 1
+        return added
+
+    def _measure(self, call, output):
+        added = self._count(call.key)
         added.largest = max(added.largest, extent(output).largest)
         added.dtype = next((_name(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()), added.dtype)
         if call.inputs is _UNKNOWN or extent(call.inputs).kind in ("NaN", "infinite"):
@@ -171,13 +198,31 @@ class _Tracer:
         except Exception as error:  # of code that cannot do without what was not recorded
             logger.debug(f"{added.label} was not measured: {type(error).__name__}: {error}")
             return
-        error = _error(added, output, wanted)
-        if error > added.error:
-            added.error = error
+        added.error = max(added.error, self._handed, _error(added, output, wanted))
+        self._last = (added, output, wanted)
+
+    def _look_back(self, key, args):
+        """A normalization layer is called: what was made just before is compared behind it."""
+        added, output, wanted = self._last
+        if added is not None and args and args[0] is output and key in self._norms:
+            added.error = max(added.error, self._handed_error(key, ((output,), {}), ((wanted,), {})))
+
+    def _handed_error(self, key, found, wanted):
+        """The error in the (args, kwargs) of a call: of a normalization layer, in what comes out of it."""
+        if key in self._norms:
+            answers, self._answers = self._answers, None
+            try:
+                with autocast_off(active_autocast(found)):
+                    found, wanted = (self._originals[key](*side[0], **side[1]) for side in map(_lifted, (found, wanted)))
+            except Exception as error:  # one that needs other processes, for example
+                logger.debug(f"{self.added[key].label} could not be asked: {type(error).__name__}: {error}")
+            finally:
+                self._answers = answers
+        return error_between(found, wanted)
 
     def _replay(self, call):
-        args, kwargs = upcast(call.inputs)
-        self._answers = list(call.answers)
+        args, kwargs = _lifted(call.inputs)  # who called it is still to compare what it handed over
+        self._answers, self._handed = list(call.answers), 0.0
         random_state.restore(random_state.plain(call.random))
         try:
             with autocast_off(active_autocast(args, kwargs)), self._fp32.float32_switches():
@@ -233,6 +278,11 @@ def _copied(value):
     except Exception as error:  # an open file, a tensor with a graph ...
         logger.debug(f"Values were not recorded: {type(error).__name__}: {error}")
         return _UNKNOWN
+
+
+def _lifted(value):
+    """An fp32 copy."""
+    return upcast(_copied(value))
 
 
 def _name(tensor):

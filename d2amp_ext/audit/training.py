@@ -25,7 +25,7 @@ class Training:
         gradients (list[dict[str, Tensor]]): unscaled, by parameter, fp32.
         choices (list[Choices]): of each batch.
         scale (float): of the last backward pass.
-        failure (str): of a FloatingPointError in a forward pass.
+        failure (str): what a forward or backward pass raised.
     """
 
     losses: List[Dict[str, float]]
@@ -57,15 +57,27 @@ def train(model, policy, batches, random, choices=None):
         held = result.choices[number]
         with policy.float32_switches(), apart(model, random):
             model.train()
+            losses, gradients = {}, {}
             try:
                 with held.held(model) if choices else held.recorded(model), policy.autocast():
                     losses = by_name(model(batch))
-            except FloatingPointError as error:
-                result.failure = str(error) or type(error).__name__
-                losses = {}
+                gradients = _gradients(model, losses, policy, result)
+            except Exception as error:
+                if not is_of_the_precision(error, reference=choices is None):
+                    raise
+                result.failure = f"{type(error).__name__}: {error}"
             result.losses.append({name: loss.detach().float().item() for name, loss in losses.items()})
-            result.gradients.append(_gradients(model, losses, policy, result))
+            result.gradients.append(gradients)
     return result
+
+
+def is_of_the_precision(error, reference=False):
+    """Whether an exception is a result of the audit: values that are not finite, and dtypes that do not fit, which fp32
+    does not have. Running out of memory is none.
+    """
+    if isinstance(error, FloatingPointError):
+        return True
+    return isinstance(error, RuntimeError) and not isinstance(error, torch.cuda.OutOfMemoryError) and not reference
 
 
 def _gradients(model, losses, policy, result):
