@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+with contextlib.suppress(ImportError):
+    import setuptools  # noqa: F401  (torch imports it late, and it refuses to come after the standard distutils)
 
 import pytest
 import torch

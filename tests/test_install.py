@@ -714,6 +714,8 @@ def test_data_sets_are_registered_when_they_are_asked_for(tmp_path, installed, m
     for name in ("d2amp_shapes_train", "d2amp_shapes_val"):  # another test may have registered them
         DatasetCatalog.pop(name, None)
         MetadataCatalog.pop(name, None)
+    d2amp_ext.uninstall()
+    d2amp_ext.install()  # which remembers what was registered before
     assert MetadataCatalog.get("d2amp_shapes_val").thing_classes
     assert len(DatasetCatalog.get("d2amp_shapes_val")) > 0
     (tmp_path / "images").mkdir()
