@@ -14,15 +14,17 @@ class RunningStatistics:
         Args:
             model (nn.Module): in DistributedDataParallel or not.
         """
-        self._norms = [m for m in unwrapped(model).modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        norms = [m for m in unwrapped(model).modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        # The dicts themselves: to look up three attributes of a hundred modules takes as long as to copy them.
+        self._buffers = [(m._buffers, name) for m in norms for name, value in m._buffers.items() if value is not None]
         self._saved = None
 
     def save(self):
         """Remembers them as they are."""
         live = self._live()
-        if self._saved is None or any(a.device != b.device or a.dtype != b.dtype for a, b in zip(self._saved, live)):
+        if not self._saved or self._saved[0].device != live[0].device:
             self._saved = [tensor.clone() for tensor in live]
-        elif live:
+        else:
             torch._foreach_copy_(self._saved, live)
 
     @torch.no_grad()
@@ -32,5 +34,4 @@ class RunningStatistics:
             torch._foreach_copy_(self._live(), self._saved)
 
     def _live(self):
-        buffers = [(m.running_mean, m.running_var, m.num_batches_tracked) for m in self._norms]
-        return [tensor for group in buffers for tensor in group if tensor is not None]
+        return [buffers[name] for buffers, name in self._buffers]
