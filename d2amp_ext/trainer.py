@@ -116,7 +116,8 @@ class AMPTrainer(_AMPTrainer):
 
     def describe(self):
         """One line for people: the precision and why, and what of this model stays in fp32. Logged when it was made."""
-        return f"{self.policy.describe()}; {self.protection.describe()}"
+        kept = self.protection.describe() if self.policy.dtype is not torch.float32 else ""
+        return "; ".join(filter(None, [self.policy.describe(), kept]))
 
     def before_train(self):
         self.follow_writers(self._hooks)

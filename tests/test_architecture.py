@@ -63,6 +63,21 @@ ALLOWED = {
     "numerics.investigate": "numerics.bundle numerics.island numerics.locate random_state",
     "numerics.protect": "_compat errors numerics.island numerics.modules numerics.shield",
     "launch": "errors",
+    # a precision against fp32
+    "audit": "",
+    "audit.compare": "",
+    "audit.limits": "",
+    "audit.choices": "numerics.island",
+    "audit.training": "audit.choices monitor.stages numerics.apart numerics.island step",
+    "audit.detections": "audit.compare audit.training evaluation numerics.apart random_state",
+    "audit.pieces": "numerics.island numerics.shield",
+    "audit.modules": "audit.compare audit.pieces audit.training numerics.apart numerics.island numerics.watch random_state",
+    "audit.measure": "audit.detections audit.limits audit.modules audit.training errors numerics.island numerics.locate "
+    "numerics.protect random_state",
+    "audit.propose": "audit.measure",
+    "audit.report": "audit.measure audit.modules audit.propose",
+    "audit.plot": "",
+    "audit.subject": "checkpoint config config_files errors evaluation launch lazy preflight random_state",
     # records -> scalars -> EventStorage
     "monitor": "monitor.build",
     "monitor.names": "",
@@ -143,6 +158,8 @@ ALLOWED = {
     "commands.predict": "checkpoint config config_files errors predictions predictor",
     "commands.replay": "checkpoint config config_files errors launch lazy numerics.bundle numerics.finding numerics.locate "
     "numerics.protect policy precisions random_state",
+    "commands.audit": "_compat audit.limits audit.measure audit.plot audit.propose audit.report audit.subject errors files "
+    "policy precisions",
     "commands.demo": "config data.register default_trainer errors evaluation launch policy preflight",
     "cli": ". _compat errors",  # "." for __version__; it imports commands by name
 }
@@ -151,8 +168,8 @@ ALLOWED = {module: set(names.split()) for module, names in ALLOWED.items()}
 # Modules that may import nothing but the ground, and what needs neither torch nor Detectron2 to be imported.
 GROUNDED = {"policy": {"precisions"}, "precisions": set(), "step": {"guard"}, "guard": set(), "errors": set(), "_compat": set()}
 WITHOUT_TORCH = [".", "errors", "_compat", "keys", "cli", "commands", "commands.flags", "commands.train", "commands.lazy",
-                 "commands.run", "commands.lightning", "lightning", "commands.predict", "commands.replay", "commands.demo",
-                 "installer", "installer.environment", "installer.probe", "installer.steps", "installer.venv",
+                 "commands.run", "commands.lightning", "lightning", "commands.predict", "commands.replay", "commands.audit",
+                 "commands.demo",                  "installer", "installer.environment", "installer.probe", "installer.steps", "installer.venv",
                  "installer.wheel", "setup_detectron2"]  # fmt: skip
 
 MOST_LINES = 300
@@ -253,7 +270,7 @@ def test_nothing_of_the_package_knows_the_tests_or_tools():
     assert not roots & {"tests", "conftest", "tools", "pytest", "hypothesis"}
     others = roots - sys.stdlib_module_names - {PACKAGE}
     assert others <= {"torch", "detectron2", "fvcore", "iopath", "numpy", "PIL", "yaml", "pycocotools", "tqdm", "portalocker",
-                      "contourpy", "packaging", "omegaconf", "lightning"}  # fmt: skip
+                      "contourpy", "packaging", "omegaconf", "lightning", "matplotlib"}  # fmt: skip
 
 
 def test_modules_stay_short():

@@ -20,7 +20,7 @@ from d2amp_ext.data.register import check_datasets, register_datasets
 
 YAML = ["audit", "--config-file", "quick/faster_rcnn_micro.yaml", "--weights", "model.pth", "--precision", "bf16"]
 LAZY = ["audit", "--config-file", "quick/faster_rcnn_micro.py", "--weights", "model.pth", "--precision", "bf16"]
-FEW = ["--batches", "1", "--images", "4", "--no-ap"]
+FEW = ["--batches", "1", "--images", "2", "--no-ap", "--no-proposal"]
 CPU = ["MODEL.DEVICE", "cpu"]
 
 

@@ -54,6 +54,7 @@ ELSEWHERE = {
     "make test": ("tests/test_packaging.py", 'checkout("test"'),
     "pip install d2amp-ext": ("tests/test_packaging.py", '"pip", "install"'),
     "d2amp setup": ("tests/test_setup_detectron2.py", "setup_detectron2"),
+    "d2amp audit": ("tests/test_command_audit.py", '["audit", "--config-file", "quick/faster_rcnn_micro.yaml"'),
     "d2amp train --num-gpus 2": ("tests/test_launch.py", '"--num-gpus", "2"'),
 }
 

@@ -288,3 +288,16 @@ def test_counts_of_skips_go_on_after_a_resume():
 
 def test_the_registry_knows_our_trainer():
     assert TRAINER_REGISTRY.get("AMPTrainer") is AMPTrainer
+
+
+def test_it_describes_its_precision_and_what_stays_in_fp32():
+    def trainer(precision, **options):
+        model = TinyModel()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return AMPTrainer(model, tiny_data(1), optimizer, policy=policy(precision, **options))
+
+    made = trainer("bf16", fp32_modules=("second",))
+    assert made.describe() == f"{made.policy.describe()}; {made.protection.describe()}"
+    for part in ("bf16 on cpu (as configured)", "shielded in fp32: nothing", "FP32_MODULES 'second': second"):
+        assert part in made.describe()
+    assert trainer("fp32").describe() == trainer("fp32").policy.describe()  # all of it is in fp32

@@ -10,7 +10,6 @@ same, and are lost to a layer that takes the mean away when both are 100. Method
 """
 
 import contextlib
-import copy
 import logging
 import math
 from dataclasses import dataclass, field
@@ -20,15 +19,14 @@ import torch
 
 from .. import random_state
 from ..numerics.apart import apart
-from ..numerics.island import active_autocast, autocast_off, clean_name, stock_class, tensors_in, upcast
-from ..numerics.shield import methods_of
+from ..numerics.island import active_autocast, autocast_off, stock_class, tensors_in
 from ..numerics.watch import extent
 from .compare import box_error, error_between
+from .pieces import UNKNOWN, copied, exchanged, lifted, pieces
 from .training import is_of_the_precision
 
 logger = logging.getLogger(__name__)
 
-_UNKNOWN = object()
 _GIVE_BOXES = ("apply_deltas", "predict_boxes", "predict_boxes_for_gt_classes")
 
 
@@ -121,9 +119,9 @@ class _Tracer:
 
     @contextlib.contextmanager
     def watching(self, model):
-        twins = {key: (owner, attribute) for key, owner, attribute in _pieces(self._reference)}
+        twins = {key: (owner, attribute) for key, owner, attribute in pieces(self._reference)}
         with contextlib.ExitStack() as stack:
-            for key, owner, attribute in _pieces(model):
+            for key, owner, attribute in pieces(model):
                 if key not in twins:
                     continue
                 twin, _ = twins[key]
@@ -131,8 +129,8 @@ class _Tracer:
                 self._originals[key] = getattr(twin, attribute)
                 if "Norm" in self.added[key].cls and not any(True for _ in twin.children()):
                     self._norms.add(key)
-                stack.enter_context(_exchanged(twin, attribute, self._answering(key)))
-                stack.enter_context(_exchanged(owner, attribute, self._measured(key, getattr(owner, attribute))))
+                stack.enter_context(exchanged(twin, attribute, self._answering(key)))
+                stack.enter_context(exchanged(owner, attribute, self._measured(key, getattr(owner, attribute))))
             yield
         self.added = {key: added for key, added in self.added.items() if added.calls}
 
@@ -142,7 +140,7 @@ class _Tracer:
                 return self._originals[key](*args, **kwargs)
             self._look_back(key, args)
             depth = len(self._stack)
-            self._stack.append(_Call(key, _copied((args, kwargs)), random_state.snapshot()))
+            self._stack.append(_Call(key, copied((args, kwargs)), random_state.snapshot()))
             try:
                 output = original(*args, **kwargs)
             except Exception as error:
@@ -155,7 +153,7 @@ class _Tracer:
             self._measure(call, output)
             random_state.restore(random_state.plain(after))
             if self._stack:
-                self._stack[-1].answers.append((key, call.inputs, _copied(output), after))
+                self._stack[-1].answers.append((key, call.inputs, copied(output), after))
             return output
 
         return call
@@ -164,12 +162,12 @@ class _Tracer:
         def call(*args, **kwargs):
             if self._answers is None:
                 return self._originals[key](*args, **kwargs)
-            if not self._answers or self._answers[0][0] != key or any(part is _UNKNOWN for part in self._answers[0]):
+            if not self._answers or self._answers[0][0] != key or any(part is UNKNOWN for part in self._answers[0]):
                 raise _Diverged
             _, inputs, output, after = self._answers.pop(0)
             self._handed = max(self._handed, self._handed_error(key, inputs, (args, kwargs)))
             random_state.restore(random_state.plain(after))
-            return _lifted(output)
+            return lifted(output)
 
         return call
 
@@ -191,7 +189,7 @@ class _Tracer:
         added = self._count(call.key)
         added.largest = max(added.largest, extent(output).largest)
         added.dtype = next((_name(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()), added.dtype)
-        if call.inputs is _UNKNOWN or extent(call.inputs).kind in ("NaN", "infinite"):
+        if call.inputs is UNKNOWN or extent(call.inputs).kind in ("NaN", "infinite"):
             return
         try:
             wanted = self._replay(call)
@@ -213,7 +211,7 @@ class _Tracer:
             answers, self._answers = self._answers, None
             try:
                 with autocast_off(active_autocast(found)):
-                    found, wanted = (self._originals[key](*side[0], **side[1]) for side in map(_lifted, (found, wanted)))
+                    found, wanted = (self._originals[key](*side[0], **side[1]) for side in map(lifted, (found, wanted)))
             except Exception as error:  # one that needs other processes, for example
                 logger.debug(f"{self.added[key].label} could not be asked: {type(error).__name__}: {error}")
             finally:
@@ -221,7 +219,7 @@ class _Tracer:
         return error_between(found, wanted)
 
     def _replay(self, call):
-        args, kwargs = _lifted(call.inputs)  # who called it is still to compare what it handed over
+        args, kwargs = lifted(call.inputs)  # who called it is still to compare what it handed over
         self._answers, self._handed = list(call.answers), 0.0
         random_state.restore(random_state.plain(call.random))
         try:
@@ -238,51 +236,6 @@ def _error(added, output, wanted):
         if len(output) == len(wanted):
             return max((box_error(*pair) for pair in zip(output, wanted)), default=0.0)
     return error_between(output, wanted)
-
-
-def _pieces(model):
-    """((qualified name, method or ""), object, attribute) of everything that is measured."""
-    seen = set()
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-        name = clean_name(name)
-        yield (name, ""), module, "forward"
-        plain = [(a, value) for a, value in vars(module).items() if not isinstance(value, torch.nn.Module)]
-        for prefix, value in [("", module), *((f"{attribute}.", value) for attribute, value in plain)]:
-            for method in methods_of(value):
-                is_one = callable(getattr(value, method, None)) and not isinstance(getattr(value, method), torch.nn.Module)
-                if is_one and method != "forward" and (id(value), method) not in seen:
-                    seen.add((id(value), method))
-                    yield (name, prefix + method), value, method
-
-
-@contextlib.contextmanager
-def _exchanged(owner, attribute, value):
-    """An attribute of one object, not of its class, for a while."""
-    before = vars(owner).get(attribute)
-    vars(owner)[attribute] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            vars(owner).pop(attribute, None)
-        else:
-            vars(owner)[attribute] = before
-
-
-def _copied(value):
-    """A copy that nobody changes in place; _UNKNOWN where there is none to be had."""
-    try:
-        return copy.deepcopy(value)
-    except Exception as error:  # an open file, a tensor with a graph ...
-        logger.debug(f"Values were not recorded: {type(error).__name__}: {error}")
-        return _UNKNOWN
-
-
-def _lifted(value):
-    """An fp32 copy."""
-    return upcast(_copied(value))
 
 
 def _name(tensor):
