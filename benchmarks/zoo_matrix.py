@@ -33,7 +33,7 @@ from d2amp_ext.config_files import read_yaml, zoo_dir
 from d2amp_ext.evaluation import evaluating
 from d2amp_ext.numerics.island import tensors_in
 
-SIZE = (64, 96)  # pixels
+SIZE = (48, 64)  # pixels
 TOLERANCE = {"bf16": 0.05, "fp16": 0.05}  # of the sum of the first losses, relative to fp32
 HERE = Path(__file__).resolve().parent
 
@@ -47,16 +47,19 @@ def yaml_model(path):
     cfg.merge_from_other_cfg(type(cfg)(read_yaml(str(path))))
     cfg.MODEL.DEVICE, cfg.MODEL.WEIGHTS = "cpu", ""
     resnets = cfg.MODEL.RESNETS
-    resnets.STEM_OUT_CHANNELS, resnets.RES2_OUT_CHANNELS = 32, 64
-    resnets.WIDTH_PER_GROUP = max(1, 32 // resnets.NUM_GROUPS)
-    cfg.MODEL.FPN.OUT_CHANNELS = cfg.MODEL.SEM_SEG_HEAD.CONVS_DIM = 32
+    heads = (cfg.MODEL.ROI_BOX_HEAD, cfg.MODEL.ROI_MASK_HEAD, cfg.MODEL.FPN)
+    width = 32 if "GN" in (resnets.NORM, *(head.NORM for head in heads)) else 16  # GN has 32 groups
+    resnets.STEM_OUT_CHANNELS, resnets.RES2_OUT_CHANNELS = width, 2 * width
+    resnets.WIDTH_PER_GROUP = max(1, width // resnets.NUM_GROUPS)
+    cfg.MODEL.FPN.OUT_CHANNELS = width
+    cfg.MODEL.SEM_SEG_HEAD.CONVS_DIM = 32  # Detectron2 gives it GN when nothing is said
     for head in (cfg.MODEL.ROI_BOX_HEAD, cfg.MODEL.ROI_MASK_HEAD):
-        head.CONV_DIM = 32
+        head.CONV_DIM = width
     cfg.MODEL.ROI_BOX_HEAD.FC_DIM = 64
-    cfg.MODEL.ROI_KEYPOINT_HEAD.CONV_DIMS = [32] * 2
+    cfg.MODEL.ROI_KEYPOINT_HEAD.CONV_DIMS = [width] * 2
     cfg.MODEL.RPN.PRE_NMS_TOPK_TRAIN = cfg.MODEL.RPN.PRE_NMS_TOPK_TEST = 100
-    cfg.MODEL.RPN.POST_NMS_TOPK_TRAIN = cfg.MODEL.RPN.POST_NMS_TOPK_TEST = 50
-    cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 32
+    cfg.MODEL.RPN.POST_NMS_TOPK_TRAIN = cfg.MODEL.RPN.POST_NMS_TOPK_TEST = 10
+    cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 8
     cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = cfg.MODEL.RETINANET.SCORE_THRESH_TEST = 0.0
     cfg.TEST.DETECTIONS_PER_IMAGE = 20
     inputs = {
@@ -77,8 +80,11 @@ def lazy_model(path):
     stages = bottom_up.get("stages", None) if bottom_up is not None else None
     if stages is not None and "make_default_stages" in str(stages.get("_target_", "")):
         bottom_up.stages = narrow_stages(stages.depth, stages.get("norm", "BN"), stages.get("stride_in_1x1", False))
-        bottom_up.stem.out_channels = 32
+        bottom_up.stem.out_channels = 16
     heads = model.get("roi_heads", {})
+    if heads:
+        heads.batch_size_per_image = 8
+        model.proposal_generator.post_nms_topk = (10, 10)
     keypoints = heads.get("keypoint_head", {}).get("num_keypoints", 0) if heads else 0
     inputs = {
         "classes": heads.get("num_classes", 0) if heads else model.get("num_classes", 80),
@@ -94,11 +100,11 @@ def narrow_stages(depth, norm, stride_in_1x1):
     from detectron2.modeling.backbone.resnet import BottleneckBlock
 
     blocks = {50: [3, 4, 6, 3], 101: [3, 4, 23, 3]}[depth]
-    outputs = [64, 128, 256, 512]
+    outputs = [32, 64, 128, 256]
     return [
         LazyCall(ResNet.make_stage)(
-            block_class=BottleneckBlock, num_blocks=count, stride_per_block=[1 if out == 64 else 2] + [1] * (count - 1),
-            in_channels=32 if out == 64 else out // 2, out_channels=out, bottleneck_channels=out // 4,
+            block_class=BottleneckBlock, num_blocks=count, stride_per_block=[1 if out == 32 else 2] + [1] * (count - 1),
+            in_channels=16 if out == 32 else out // 2, out_channels=out, bottleneck_channels=out // 2,
             stride_in_1x1=stride_in_1x1, norm=norm,
         )
         for count, out in zip(blocks, outputs)
@@ -132,7 +138,7 @@ def batch(inputs, seed):
     height, width = SIZE
     samples = []
     for _ in range(2):
-        boxes = torch.tensor([[6.0, 8, 50, 44], [40.0, 20, 90, 60]]) + torch.rand(2, 4, generator=generator)
+        boxes = torch.tensor([[4.0, 6, 34, 32], [26.0, 14, 60, 45]]) + torch.rand(2, 4, generator=generator)
         target = Instances(SIZE, gt_boxes=Boxes(boxes), gt_classes=torch.tensor([0, inputs["classes"] - 1]))
         polygons = [[[x1, y1, x2, y1, x2, y2, x1, y2]] for x1, y1, x2, y2 in boxes.tolist()]
         masks = PolygonMasks(polygons)
@@ -151,9 +157,9 @@ def batch(inputs, seed):
             "width": width,
         }
         if inputs["proposals"]:
-            corners = torch.rand(40, 2, generator=generator) * torch.tensor([60.0, 40.0])
-            proposals = Boxes(torch.cat([corners, corners + 10 + 20 * torch.rand(40, 2, generator=generator)], dim=1))
-            sample["proposals"] = Instances(SIZE, proposal_boxes=proposals, objectness_logits=torch.zeros(40))
+            corners = torch.rand(10, 2, generator=generator) * torch.tensor([40.0, 25.0])
+            proposals = Boxes(torch.cat([corners, corners + 8 + 14 * torch.rand(10, 2, generator=generator)], dim=1))
+            sample["proposals"] = Instances(SIZE, proposal_boxes=proposals, objectness_logits=torch.zeros(10))
         samples.append(sample)
     return samples
 

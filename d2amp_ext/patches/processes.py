@@ -17,8 +17,8 @@ class InstalledTarget:
         self.trust = trust
 
     def __call__(self, *args, **kwargs):
-        table = importlib.import_module("d2amp_ext.patches.table")
-        table.install(trust=self.trust)
+        package = importlib.import_module(__package__.partition(".")[0])
+        package.install(trust=self.trust)
         _note_all((*args, *kwargs.values()))
         return self.target(*args, **kwargs)
 
