@@ -20,7 +20,7 @@ from d2amp_ext.data.register import check_datasets, register_datasets
 
 YAML = ["audit", "--config-file", "quick/faster_rcnn_micro.yaml", "--weights", "model.pth", "--precision", "bf16"]
 LAZY = ["audit", "--config-file", "quick/faster_rcnn_micro.py", "--weights", "model.pth", "--precision", "bf16"]
-FEW = ["--batches", "1", "--images", "2", "--no-ap", "--no-proposal"]
+FEW = ["--batches", "1", "--images", "1", "--no-ap", "--no-proposal"]
 CPU = ["MODEL.DEVICE", "cpu"]
 
 
@@ -140,7 +140,7 @@ def low_heads():
 
 def test_a_head_that_decodes_in_bf16_is_named_first(here, low_heads, capsys):
     strict = ["--tolerance", "0.02", "--batches", "1", "--images", "1", "--no-ap", "--no-proposal"]
-    large = [*CPU, "INPUT.MIN_SIZE_TEST", "480", "INPUT.MAX_SIZE_TEST", "640"]  # where small boxes have large coordinates
+    large = [*CPU, "INPUT.MIN_SIZE_TEST", "300", "INPUT.MAX_SIZE_TEST", "400"]  # where small boxes have large coordinates
     main([*YAML, *strict, *large, "MODEL.ROI_HEADS.NAME", low_heads])
     first, second = audit()["modules"]["evaluation"][:2]
     assert first["module"] == "roi_heads.box_predictor.predict_boxes" and first["error"] > 2 * second["error"]
@@ -174,6 +174,7 @@ def test_evaluation_can_be_left_out_and_then_no_test_set_is_needed(here):
     ([*YAML, *CPU, "SOLVER.AMP.FP32_MODULES", "roi_hats.*"], "'roi_hats.*', which matches no module.*roi_heads"),
     ([*YAML, *CPU, "SOLVER.AMP.PRECISON", "bf16"], "Did you mean SOLVER.AMP.PRECISION"),
     (["audit", "--config-file", "no.yaml"], "no.yaml"),
+    ([*YAML, *CPU, "OUTPUT_DIR", "s3://bucket/run"], "OUTPUT_DIR = 's3://bucket/run' is no local folder"),
     ([*YAML[:4], "gone.pth", *CPU], "gone.pth"),
     ([*LAZY[:3], *LAZY[5:]], "train.init_checkpoint is"),
     ([*LAZY, "train.amp.shields=False"], "train.amp.shields"),
