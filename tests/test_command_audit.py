@@ -9,6 +9,7 @@ from conftest import ROOT
 from detectron2.data import build_detection_train_loader
 from detectron2.modeling import ROI_HEADS_REGISTRY, StandardROIHeads, build_model
 from detectron2.modeling.roi_heads.fast_rcnn import FastRCNNOutputLayers
+from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 from PIL import Image
@@ -20,7 +21,6 @@ from d2amp_ext.data.register import check_datasets, register_datasets
 
 YAML = ["audit", "--config-file", "quick/faster_rcnn_micro.yaml", "--weights", "model.pth", "--precision", "bf16"]
 LAZY = ["audit", "--config-file", "quick/faster_rcnn_micro.py", "--weights", "model.pth", "--precision", "bf16"]
-FEW = ["--batches", "1", "--images", "1", "--no-ap", "--no-proposal"]
 CPU = ["MODEL.DEVICE", "cpu"]
 
 
@@ -80,18 +80,16 @@ def test_yaml_with_everything(here, capsys):
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_a_lazyconfig_is_the_same_audit(here):
-    assert main([*LAZY, *FEW, "train.device=cpu"]) in (0, 3)
+def test_a_lazyconfig_is_the_same_audit_with_its_own_evaluator(here, monkeypatch, capsys):
+    monkeypatch.setattr(comm, "shared_random_seed", lambda: 42)  # newer Detectron2: SEED, for the sampler from YAML alone
+    few = ["--batches", "1", "--images", "1", "--tolerance", "0.5"]
+    assert main([*LAZY, *few, "train.device=cpu"]) == 0
     lazy = audit()
-    assert main([*YAML, *FEW, *CPU, "OUTPUT_DIR", "yaml"]) in (0, 3)
+    assert "bbox/AP" in lazy["results"] and "Fine: nothing" in capsys.readouterr().out and lazy["proposal"] is None
+    assert main([*YAML, *few, "--no-ap", *CPU, "OUTPUT_DIR", "yaml"]) == 0
     yaml = audit("yaml/audit/audit.json")
     assert lazy["losses"] == yaml["losses"] and lazy["detections"] == yaml["detections"]
-    assert lazy["modules"] == yaml["modules"] and lazy["results"] == {}
-
-
-def test_a_lazyconfig_is_evaluated_by_its_evaluator(here, capsys):
-    args = [*LAZY, "--batches", "1", "--images", "1", "--tolerance", "0.5", "train.device=cpu"]
-    assert main(args) == 0 and "bbox/AP" in audit()["results"] and "Fine: nothing" in capsys.readouterr().out
+    assert lazy["modules"] == yaml["modules"] and yaml["results"] == {}
 
 
 def test_a_layer_that_overflows_fp16_is_named_and_the_lines_that_mend_it_are_printed(here, weights, capsys):
