@@ -138,7 +138,8 @@ def low_heads():
 
 def test_a_head_that_decodes_in_bf16_is_named_first(here, low_heads, capsys):
     strict = ["--tolerance", "0.02", "--batches", "1", "--images", "1", "--no-ap", "--no-proposal"]
-    large = [*CPU, "INPUT.MIN_SIZE_TEST", "300", "INPUT.MAX_SIZE_TEST", "400"]  # where small boxes have large coordinates
+    large = [*CPU, "INPUT.MIN_SIZE_TEST", "300", "INPUT.MAX_SIZE_TEST", "400",  # where small boxes have large coordinates
+             "MODEL.ANCHOR_GENERATOR.SIZES", "[[8], [8], [8], [8]]"]  # fmt: skip
     main([*YAML, *strict, *large, "MODEL.ROI_HEADS.NAME", low_heads])
     first, second = audit()["modules"]["evaluation"][:2]
     assert first["module"] == "roi_heads.box_predictor.predict_boxes" and first["error"] > 2 * second["error"]
