@@ -9,6 +9,7 @@ from audit_models import grid, policy
 from omegaconf import OmegaConf
 from PIL import Image
 
+from d2amp_ext.audit.detections import Detections
 from d2amp_ext.audit.limits import Figure
 from d2amp_ext.audit.measure import Auditor
 from d2amp_ext.audit.plot import plot
@@ -77,6 +78,13 @@ def test_without_a_remedy_the_report_says_so():
     made = report("cancels")
     made.proposal.measurement = None
     assert made.snippet == "" and "No short list of FP32_MODULES mends it" in made.describe()
+
+
+def test_a_model_that_detects_nothing_is_told():
+    made = report()
+    assert "Neither run detected" not in made.describe()
+    made.measurement.detections = Detections(images=4)
+    assert "Neither run detected anything" in made.describe()
 
 
 def test_results_and_their_limits():

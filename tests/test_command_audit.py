@@ -9,6 +9,7 @@ from conftest import ROOT
 from detectron2.data import build_detection_train_loader
 from detectron2.modeling import ROI_HEADS_REGISTRY, StandardROIHeads, build_model
 from detectron2.modeling.roi_heads.fast_rcnn import FastRCNNOutputLayers
+from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 from PIL import Image
@@ -20,7 +21,6 @@ from d2amp_ext.data.register import check_datasets, register_datasets
 
 YAML = ["audit", "--config-file", "quick/faster_rcnn_micro.yaml", "--weights", "model.pth", "--precision", "bf16"]
 LAZY = ["audit", "--config-file", "quick/faster_rcnn_micro.py", "--weights", "model.pth", "--precision", "bf16"]
-FEW = ["--batches", "1", "--images", "2", "--no-ap", "--no-proposal"]
 CPU = ["MODEL.DEVICE", "cpu"]
 
 
@@ -80,18 +80,16 @@ def test_yaml_with_everything(here, capsys):
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_a_lazyconfig_is_the_same_audit(here):
-    assert main([*LAZY, *FEW, "train.device=cpu"]) in (0, 3)
+def test_a_lazyconfig_is_the_same_audit_with_its_own_evaluator(here, monkeypatch, capsys):
+    monkeypatch.setattr(comm, "shared_random_seed", lambda: 42)  # newer Detectron2: SEED, for the sampler from YAML alone
+    few = ["--batches", "1", "--images", "1", "--tolerance", "0.5"]
+    assert main([*LAZY, *few, "train.device=cpu"]) == 0
     lazy = audit()
-    assert main([*YAML, *FEW, *CPU, "OUTPUT_DIR", "yaml"]) in (0, 3)
+    assert "bbox/AP" in lazy["results"] and "Fine: nothing" in capsys.readouterr().out and lazy["proposal"] is None
+    assert main([*YAML, *few, "--no-ap", *CPU, "OUTPUT_DIR", "yaml"]) == 0
     yaml = audit("yaml/audit/audit.json")
     assert lazy["losses"] == yaml["losses"] and lazy["detections"] == yaml["detections"]
-    assert lazy["modules"] == yaml["modules"] and lazy["results"] == {}
-
-
-def test_a_lazyconfig_is_evaluated_by_its_evaluator(here, capsys):
-    args = [*LAZY, "--batches", "1", "--images", "1", "--tolerance", "0.5", "train.device=cpu"]
-    assert main(args) == 0 and "bbox/AP" in audit()["results"] and "Fine: nothing" in capsys.readouterr().out
+    assert lazy["modules"] == yaml["modules"] and yaml["results"] == {}
 
 
 def test_a_layer_that_overflows_fp16_is_named_and_the_lines_that_mend_it_are_printed(here, weights, capsys):
@@ -140,7 +138,8 @@ def low_heads():
 
 def test_a_head_that_decodes_in_bf16_is_named_first(here, low_heads, capsys):
     strict = ["--tolerance", "0.02", "--batches", "1", "--images", "1", "--no-ap", "--no-proposal"]
-    large = [*CPU, "INPUT.MIN_SIZE_TEST", "480", "INPUT.MAX_SIZE_TEST", "640"]  # where small boxes have large coordinates
+    large = [*CPU, "INPUT.MIN_SIZE_TEST", "300", "INPUT.MAX_SIZE_TEST", "400",  # where small boxes have large coordinates
+             "MODEL.ANCHOR_GENERATOR.SIZES", "[[8], [8], [8], [8]]"]  # fmt: skip
     main([*YAML, *strict, *large, "MODEL.ROI_HEADS.NAME", low_heads])
     first, second = audit()["modules"]["evaluation"][:2]
     assert first["module"] == "roi_heads.box_predictor.predict_boxes" and first["error"] > 2 * second["error"]
@@ -174,6 +173,7 @@ def test_evaluation_can_be_left_out_and_then_no_test_set_is_needed(here):
     ([*YAML, *CPU, "SOLVER.AMP.FP32_MODULES", "roi_hats.*"], "'roi_hats.*', which matches no module.*roi_heads"),
     ([*YAML, *CPU, "SOLVER.AMP.PRECISON", "bf16"], "Did you mean SOLVER.AMP.PRECISION"),
     (["audit", "--config-file", "no.yaml"], "no.yaml"),
+    ([*YAML, *CPU, "OUTPUT_DIR", "s3://bucket/run"], "OUTPUT_DIR = 's3://bucket/run' is no local folder"),
     ([*YAML[:4], "gone.pth", *CPU], "gone.pth"),
     ([*LAZY[:3], *LAZY[5:]], "train.init_checkpoint is"),
     ([*LAZY, "train.amp.shields=False"], "train.amp.shields"),

@@ -115,6 +115,8 @@ class Report:
                          f"{found.mean_score_shift:.4f}, worst {found.worst_score_shift:.4f}"
                          + (f"; mask IoU {found.mask_iou:.4f}" if found.mask_iou is not None else "")
                          + (f"; keypoints {found.keypoint_shift:.3f} px" if found.keypoint_shift is not None else ""))  # fmt: skip
+            if not found.matched + found.gained + found.lost and found.pixels_changed is None:
+                lines.append("  Neither run detected anything: predictions say nothing here. Are the weights trained?")
         rows = [[name, _number(low), _number(high), _difference(high - low), *self._verdict(limits, name)]
                 for name, (low, high) in self.results.items()]  # fmt: skip
         if rows:

@@ -47,6 +47,8 @@ def load(config_file, opts, weights, *, evaluate=True, trust=False):
         cfg.MODEL.WEIGHTS = weights or cfg.MODEL.WEIGHTS
         if not cfg.MODEL.WEIGHTS:
             raise UserError(f'MODEL.WEIGHTS is "", and an audit of random weights says nothing. {_last(cfg.OUTPUT_DIR)}')
+        if "://" in cfg.OUTPUT_DIR:
+            raise UserError(f"OUTPUT_DIR = {cfg.OUTPUT_DIR!r} is no local folder, which the picture and the JSON need.")
         check_output(cfg.OUTPUT_DIR)
         choose_device(cfg)
         has_test = bool(cfg.DATASETS.TEST) or lazy and "test" in config.dataloader

@@ -80,9 +80,11 @@ def run(args):
     policy = _policy(args, subject.cfg)
     folder = os.path.join(subject.cfg.OUTPUT_DIR, FOLDER)
     os.makedirs(folder, exist_ok=True)
-    seed_all_rng(max(subject.cfg.SEED, 0))
+    seed = max(subject.cfg.SEED, 0)
     model = subject.build_model()
+    seed_all_rng(seed)  # whatever a model draws for weights that it does not keep
     batches, images = subject.batches(args.batches), subject.images(args.images)
+    seed_all_rng(seed)
     auditor = Auditor(model, policy, batches, images, tolerance=args.tolerance)
     measured = auditor.measure()
     report = Report(
