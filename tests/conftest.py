@@ -103,6 +103,25 @@ def stock_script(name):
     return next((str(place.resolve()) for place in places if place.is_file()), None)
 
 
+def lazy_sampler(seed=42):
+    """Overrides by which a LazyConfig of the sample shapes draws in the order of the YAML road.
+
+    Detectron2's newer YAML loaders seed their sampler with SEED; those of LazyConfigs draw a seed, as older ones do.
+    """
+    import inspect
+
+    from detectron2.data import build
+
+    if "TrainingSampler(len(dataset), seed=cfg.SEED)" not in inspect.getsource(build._train_loader_from_config):
+        return []
+    from d2amp_ext.data import shapes
+
+    shapes.register()
+    size = len(build.get_detection_dataset_dicts("d2amp_shapes_train"))
+    sampler = "dataloader.train.sampler"
+    return [f"{sampler}._target_=detectron2.data.samplers.TrainingSampler", f"{sampler}.size={size}", f"{sampler}.seed={seed}"]
+
+
 @pytest.fixture
 def fresh_loggers():
     """Detectron2 sets a logger up once a process and keeps its streams: forget them before and after a test."""

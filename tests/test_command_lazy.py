@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, lazy_sampler
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import LazyConfig, instantiate
 from detectron2.engine import SimpleTrainer
@@ -42,7 +42,7 @@ def test_losses_and_results_are_those_of_the_yaml_road(here):
     assert main(["train", "--config-file", "quick/faster_rcnn_micro.yaml", *yaml, "OUTPUT_DIR", "yaml"]) == 0
     # The length of the warm-up is a share of max_iter there, as in all LazyConfigs.
     lazy = ["train.max_iter=6", "train.amp.enabled=True", "train.amp.precision=bf16", "train.eval_amp.enabled=True"]
-    assert main(["lazy", *MICRO, *CPU, *lazy, "lr_multiplier.warmup_length=0.8333333333", "train.output_dir=lazy"]) == 0
+    assert main(["lazy", *MICRO, *CPU, *lazy, *lazy_sampler(), "lr_multiplier.warmup_length=0.8333333333", "train.output_dir=lazy"]) == 0
     shown = losses(here / "yaml")[5]
     assert losses(here / "lazy")[5] == pytest.approx(shown, rel=1e-6) and len(shown) == 6
     log = (here / "lazy" / "log.txt").read_text()

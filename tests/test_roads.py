@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, stock_script
+from conftest import ROOT, lazy_sampler, stock_script
 from detectron2.data import build_detection_train_loader
 from detectron2.engine import default_setup
 from detectron2.modeling import build_model
@@ -33,7 +33,7 @@ def by_yaml(precision):
 
 def by_lazy(precision):
     opts = ["train.device=cpu", "train.amp.enabled=True", f"train.amp.precision={precision}", "train.output_dir=lazy"]
-    assert main(["lazy", *LAZY, *opts]) == 0
+    assert main(["lazy", *LAZY, *opts, *lazy_sampler()]) == 0
     return torch.load("lazy/model_final.pth", weights_only=True)["model"]
 
 
