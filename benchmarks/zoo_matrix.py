@@ -28,6 +28,7 @@ from detectron2.modeling.backbone import ResNet
 from detectron2.structures import BitMasks, Boxes, Instances, Keypoints, PolygonMasks
 from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
+from omegaconf import OmegaConf
 
 from d2amp_ext import AMPTrainer, PrecisionPolicy, ScalerOptions
 from d2amp_ext.audit.choices import Choices
@@ -35,7 +36,7 @@ from d2amp_ext.config_files import read_yaml, zoo_dir
 from d2amp_ext.evaluation import evaluating
 from d2amp_ext.numerics.island import tensors_in
 
-SIZE = (48, 64)  # pixels
+SIZE = (64, 64)  # pixels; Detectron2 pads to multiples of 32
 TOLERANCE = {"bf16": 0.05, "fp16": 0.05}  # of the sum of the first losses, relative to fp32
 HERE = Path(__file__).resolve().parent
 
@@ -83,6 +84,8 @@ def lazy_model(path):
     if stages is not None and "make_default_stages" in str(stages.get("_target_", "")):
         bottom_up.stages = narrow_stages(stages.depth, stages.get("norm", "BN"), stages.get("stride_in_1x1", False))
         bottom_up.stem.out_channels = 16
+        if model.backbone.top_block.get("in_channels") == 2048:
+            model.backbone.top_block.in_channels = 256
     heads = model.get("roi_heads", {})
     if heads:
         heads.batch_size_per_image = 8
@@ -95,7 +98,7 @@ def lazy_model(path):
         "proposals": False,
         "stuff": model.get("sem_seg_head", {}).get("num_classes", 54),
     }
-    return LazyConfig.to_py(copy.deepcopy(model)), lambda: instantiate(model), inputs
+    return str(OmegaConf.to_container(model, resolve=False)), lambda: instantiate(model), inputs
 
 
 def narrow_stages(depth, norm, stride_in_1x1):
@@ -175,7 +178,8 @@ def calibrate(model, images):
 
     hooks = [m.register_forward_pre_hook(measure) for m in model.modules() if isinstance(m, FrozenBatchNorm2d)]
     with torch.no_grad():
-        model.backbone(model.preprocess_image(images).tensor)
+        pixels = torch.stack([image["image"] for image in images])
+        model.backbone((pixels - model.pixel_mean) / model.pixel_std)
     for hook in hooks:
         hook.remove()
 
