@@ -191,6 +191,17 @@ def _mps(index):
     return {"fp16"}, ({"bf16"} if torch_version() >= (2, 6) else set())
 
 
+def has_fp8(index=None):
+    """Whether a GPU multiplies fp8 matrices in hardware. Nothing in this package uses it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    if torch.version.hip:
+        return getattr(torch.cuda.get_device_properties(index), "gcnArchName", "").startswith(("gfx94", "gfx95", "gfx12"))
+    return torch.cuda.get_device_capability(index) >= (8, 9)
+
+
 def tf32_state():
     """What `tf32_switches` sets, as it is now."""
     import torch

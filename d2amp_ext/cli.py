@@ -23,6 +23,7 @@ COMMANDS = {
     "audit": ("commands.audit", "measure what a precision changes on a model and its data, and which modules are to blame"),
     "demo": ("commands.demo", "train a detector on real microscopy images in a few minutes"),
     "setup": ("setup_detectron2", "install torch and Detectron2 where they are missing"),
+    "doctor": ("commands.doctor", "say what is installed, what this machine can do, and how to mend what is wrong"),
 }
 
 DESCRIPTION = """
@@ -30,6 +31,7 @@ Mixed-precision training and evaluation for Detectron2.
 
 first steps:
   d2amp setup     install torch and Detectron2 where they are missing
+  d2amp doctor    say what is there, and how to mend what is wrong
   d2amp demo      train a detector on real images and see it work
   d2amp train --config-file COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml SOLVER.AMP.ENABLED True
 """
@@ -42,7 +44,8 @@ def main(argv=None):
         argv (list[str] or None): None means sys.argv[1:].
 
     Returns:
-        int: 0 done; 1 the run failed or gave up; 2 a user's mistake; 3 `replay` or `audit` found something; 128+N ended by signal N.
+        int: 0 done; 1 the run failed or gave up; 2 a user's mistake; 3 `replay`, `audit` or `doctor` found
+            something; 128+N ended by signal N.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser("d2amp", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -145,6 +145,13 @@ ALLOWED = {
     "installer.environment": "installer.probe",
     "installer.venv": "_compat errors installer.environment installer.probe",
     "installer.steps": "_compat installer.environment installer.probe installer.wheel",
+    # the doctor, which must run without them, too
+    "doctor": "",
+    "doctor.lines": "",
+    "doctor.storage": "doctor.lines",
+    "doctor.machine": "_compat",
+    "doctor.packages": "_compat doctor.lines installer.probe installer.steps installer.wheel",
+    "doctor.devices": "doctor.lines doctor.machine installer.steps",
     "setup_detectron2": "errors installer.environment installer.steps installer.venv installer.wheel",
     # the command line
     "commands": "",
@@ -160,6 +167,7 @@ ALLOWED = {
     "numerics.protect policy precisions random_state",
     "commands.audit": "_compat audit.limits audit.measure audit.plot audit.propose audit.report audit.subject errors files "
     "policy precisions",
+    "commands.doctor": ". doctor.devices doctor.lines doctor.machine doctor.packages doctor.storage",
     "commands.demo": "config data.register default_trainer errors evaluation launch policy preflight",
     "cli": ". _compat errors",  # "." for __version__; it imports commands by name
 }
@@ -169,7 +177,8 @@ ALLOWED = {module: set(names.split()) for module, names in ALLOWED.items()}
 GROUNDED = {"policy": {"precisions"}, "precisions": set(), "step": {"guard"}, "guard": set(), "errors": set(), "_compat": set()}
 WITHOUT_TORCH = [".", "errors", "_compat", "keys", "cli", "commands", "commands.flags", "commands.train", "commands.lazy",
                  "commands.run", "commands.lightning", "lightning", "commands.predict", "commands.replay", "commands.audit",
-                 "commands.demo",                  "installer", "installer.environment", "installer.probe", "installer.steps", "installer.venv",
+                 "commands.demo", "commands.doctor", "doctor", "doctor.devices", "doctor.lines", "doctor.machine", "doctor.packages",
+                 "doctor.storage", "installer", "installer.environment", "installer.probe", "installer.steps", "installer.venv",
                  "installer.wheel", "setup_detectron2"]  # fmt: skip
 
 MOST_LINES = 300

@@ -220,6 +220,9 @@ OPTIONS = {
         "-q --quiet": False,
         "--make-venv": None,
     },
+    "doctor": {
+        "--json": False,
+    },
 }
 
 

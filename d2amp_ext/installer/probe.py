@@ -77,11 +77,13 @@ def check_torchvision():
 def check_detectron2():
     for part in ("config", "data", "modeling", "engine", "evaluation", "checkpoint"):
         importlib.import_module("detectron2." + part)
+    from detectron2.engine import HookBase
+    seen = {"after_backward": hasattr(HookBase, "after_backward")}
     try:
-        importlib.import_module("detectron2._C")
+        compiled = importlib.import_module("detectron2._C")
     except ImportError as error:
-        return {"compiled_error": str(error)}
-    return {"compiled_error": None}
+        return {"compiled_error": str(error), **seen}
+    return {"compiled_error": None, "compiled_cuda": getattr(compiled, "has_cuda", bool)(), **seen}
 
 checks = {"torch": check_torch, "torchvision": check_torchvision, "detectron2": check_detectron2}
 for name in sys.argv[2:]:
@@ -100,7 +102,8 @@ def probe(python=sys.executable, names=PROBED, timeout=PROBE_SECONDS):
     Returns:
         dict: name -> dict of `found`, `ok` (bool); `version`, `file`, `error`, `missing` (the module whose absence is
         the error), each str or None; `owners` (the installed distributions that bring it: name -> version). torch also
-        has `build` (str), Detectron2 `compiled_error` (str or None; None: its compiled module `_C` loads).
+        has `build` (str), Detectron2 `compiled_error` (str or None; None: its compiled module `_C` loads),
+        `compiled_cuda` (whether that one knows CUDA) and `after_backward` (whether its hooks are called there).
     """
     with tempfile.TemporaryDirectory(prefix="d2amp-setup-") as folder:
         report = Path(folder) / "probe"

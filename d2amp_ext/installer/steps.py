@@ -22,10 +22,10 @@ PYTHON = f'"{sys.executable}"' if " " in sys.executable else sys.executable
 PIP = f"{PYTHON} -m pip"
 AGAIN = f"{PYTHON} -m d2amp_ext.setup_detectron2"
 
-# What breaks an old Detectron2 that is found: how the error of its import reads, and what to type.
-_KNOWN_BREAKS = (
-    (r"has no attribute '(LINEAR|ANTIALIAS)'", f'{PIP} install "pillow<10"     (this Pillow is too new for it)'),
-    (r"has no attribute '(bool|int|float|object)'", f'{PIP} install "numpy<1.24"     (this numpy is too new for it)'),
+# What breaks an old Detectron2 that is found: how the error of its import reads, what to type, and why.
+KNOWN_BREAKS = (
+    (r"has no attribute '(LINEAR|ANTIALIAS)'", f'{PIP} install "pillow<10"', "this Pillow is too new for it"),
+    (r"has no attribute '(bool|int|float|object)'", f'{PIP} install "numpy<1.24"', "this numpy is too new for it"),
 )
 
 
@@ -261,7 +261,7 @@ def _broken_detectron2(found):
         return "\n".join([*lines, f"    {PIP} uninstall -y {owners}", "then:", f"    {AGAIN}"])
     where = Path(found["file"]).parent
     lines = [f"The Detectron2 in {where} does not import, and it is never replaced. Why:", f"    {found['error']}"]
-    known = next((advice for pattern, advice in _KNOWN_BREAKS if re.search(pattern, found["error"])), None)
+    known = next((f"{mend}     ({why})" for pattern, mend, why in KNOWN_BREAKS if re.search(pattern, found["error"])), None)
     missing = (found["missing"] or "detectron2").split(".")[0]
     if known:
         lines += ["Type:", f"    {known}", "or take it away:"]
