@@ -49,7 +49,7 @@ GPU = {"name": "NVIDIA H100", "memory_bytes": 80 * GIB, "error": None, "fp8": Tr
 NO_GPU = {"available": False, "build": None, "why": None, "visible": None, "devices": [], "driver": False}
 FACTS = {
     "cpu": {"model": "Some CPU", "allowed": 8, "native": ["bf16"], "emulated": ["fp16"]},
-    "threads": {"default": 8, "seconds": {"1": 0.004, "8": 0.001}},
+    "threads": {"default": 8, "load": 0.5, "seconds": {"1": 0.004, "8": 0.001}},
     "cudnn": {"version": 92400, "enabled": True},
     "mps": {"available": False, "native": [], "emulated": []},
     "xpu": {"available": False, "native": [], "emulated": []},
@@ -184,7 +184,7 @@ def test_what_an_installer_was_stopped_in(monkeypatch):
 
 
 CUDA = FACTS["cuda"]
-THREADS = {"default": 64, "seconds": {"1": 0.004, "4": 0.001, "64": 0.009}}
+THREADS = {"default": 64, "load": 1.0, "seconds": {"1": 0.004, "4": 0.001, "64": 0.009}}
 
 
 @pytest.mark.parametrize("name, changed, verdict, text, mend", [
@@ -203,8 +203,9 @@ THREADS = {"default": 64, "seconds": {"1": 0.004, "4": 0.001, "64": 0.009}}
     ("cuDNN", {"cudnn": {"version": None, "enabled": True}}, BAD, "does not load", "--force-reinstall"),
     ("cuDNN", {"cudnn": {"version": None, "enabled": True}, "cuda": NO_GPU}, OK, "not needed", None),
     ("threads", {}, OK, "8 by default; 4.00 ms with 1, 1.00 ms with 8", None),
-    ("threads", {"threads": THREADS}, BAD, "64 threads are 9.0 times slower than 4", "OMP_NUM_THREADS=4"),
-    ("threads", {"threads": {"default": 16, "seconds": {"1": 0.004, "16": 0.001}}}, NOTE, "more threads than the 8 CPUs",
+    ("threads", {"threads": THREADS}, BAD, "64 threads take 9.0 times as long as 4", "OMP_NUM_THREADS=4"),
+    ("threads", {"threads": {**THREADS, "load": 20.0}}, NOTE, "other processes keep the CPUs busy (load 20.0)", "OMP_NUM_THREADS=4"),
+    ("threads", {"threads": {"default": 16, "load": 0.5, "seconds": {"1": 0.004, "16": 0.001}}}, NOTE, "more threads than the 8 CPUs",
      "OMP_NUM_THREADS=8"),
     ("threads", {"threads": {"error": "RuntimeError: x"}}, NOTE, "RuntimeError: x", None),
 ])  # fmt: skip

@@ -49,8 +49,11 @@ def _threads(part, found, facts):
         text += f"; OMP_NUM_THREADS={variable}"
     word = "set" if os.name == "nt" else "export"
     if seconds[default] > SLOWER * seconds[best]:
-        text += f"\n{default} threads are {seconds[default] / seconds[best]:.1f} times slower than {best}"
-        return [Line("threads", BAD, text, f"{word} OMP_NUM_THREADS={best}", found)]
+        text += f"\n{default} threads take {seconds[default] / seconds[best]:.1f} times as long as {best}"
+        busy = found["load"] > (facts.get("cpu") or {}).get("allowed", default) + 1  # 1: this measurement and its like
+        if busy:
+            text += f", but other processes keep the CPUs busy (load {found['load']:.1f}): look again when they are done"
+        return [Line("threads", NOTE if busy else BAD, text, f"{word} OMP_NUM_THREADS={best}", found)]
     allowed = (facts.get("cpu") or {}).get("allowed", default)
     if default > allowed:
         text += f"\nmore threads than the {allowed} CPUs that this process may use"

@@ -15,6 +15,7 @@ from .. import _compat
 SECONDS = 120  # for the process; the first use of a GPU may take long
 PARTS = ("cpu", "threads", "cudnn", "mps", "xpu", "cuda")  # functions of this module, those that may hang last
 MEASURE_SECONDS = 0.2  # for each number of threads
+WARM_UP = 5  # calls
 ROOT = str(Path(__file__).resolve().parent.parent.parent)
 # The folder of the caller is taken off the path, as in the set-up's probe.
 _SOURCE = "import sys; del sys.path[0]; sys.path.append(sys.argv[2])\n" \
@@ -80,34 +81,39 @@ def allowed_cpus(quota_file="/sys/fs/cgroup/cpu.max"):
 
 
 def threads():
-    """`default` number, and `seconds`: number of threads (str) -> of a small convolution and a matrix product."""
+    """`default` number, `load` of the last minute, and `seconds`: number (str) -> of a small convolution and a product."""
     import torch
 
     default = torch.get_num_threads()
-    return {"default": default, "seconds": measure_threads(sorted({1, default, min(default, allowed_cpus())}))}
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return {"default": default, "load": load, "seconds": measure_threads(sorted({1, default, min(default, allowed_cpus())}))}
 
 
 def measure_threads(counts, seconds=MEASURE_SECONDS):
-    """The fastest of several calls for each number of threads, taken in turns so that what else runs meets all alike."""
+    """Seconds a call for each number of threads, on the average: waiting for a CPU that others use counts, too.
+
+    One number after the other, for calls right after a change of it are many times slower.
+    """
     import torch
     from torch.nn.functional import conv2d
 
     image, kernel, matrix = torch.randn(1, 32, 64, 64), torch.randn(32, 32, 3, 3), torch.randn(256, 256)
-    before, best = torch.get_num_threads(), dict.fromkeys(map(str, counts), float("inf"))
-    end = time.perf_counter() + seconds * len(counts)
+    before, mean = torch.get_num_threads(), {}
     try:
         with torch.no_grad():
-            while time.perf_counter() < end:
-                for count in counts:
-                    torch.set_num_threads(count)
-                    for _ in range(3):  # the first one starts the threads
-                        start = time.perf_counter()
-                        conv2d(image, kernel, padding=1)
-                        matrix @ matrix
-                        best[str(count)] = min(best[str(count)], time.perf_counter() - start)
+            for count in counts:
+                torch.set_num_threads(count)
+                for _ in range(WARM_UP):
+                    conv2d(image, kernel, padding=1) + (matrix @ matrix).sum()
+                calls, start = 0, time.perf_counter()
+                while (now := time.perf_counter()) < start + seconds or not calls:
+                    conv2d(image, kernel, padding=1)
+                    matrix @ matrix
+                    calls += 1
+                mean[str(count)] = (now - start) / calls
     finally:
         torch.set_num_threads(before)
-    return best
+    return mean
 
 
 def cudnn():
