@@ -41,6 +41,7 @@ _SINGLE = {
     "optimizer.lr": "SOLVER.BASE_LR",
 }
 _KNOWN = ("SOLVER.AMP.ENABLED", *DEFAULTS)
+_TO_ADD = " To add a new one, write +{}=..."
 
 
 def load_lazy(config_file, overrides=(), *, trust=False):
@@ -90,6 +91,8 @@ def _overridden(config, overrides):
             raise UserError(f"The override {override!r} has no `=`. A LazyConfig takes key=value.{hint}")
         if name.startswith("train."):
             _check_exists(config, name)
+        elif name[:1] not in "+~" and name.split(".")[0] not in config:
+            raise _unknown(name, [*config, *(f"train.{key}" for key in _flat(config.train))], _TO_ADD.format(name))
     try:
         return LazyConfig.apply_overrides(config, overrides)
     except UserError:
@@ -107,7 +110,7 @@ def _check_exists(config, name):
         return
     if section in SECTIONS:
         known = [key for key in known if key.startswith(f"train.{section}.")]
-    raise _unknown(name, known, "" if section in SECTIONS else f" To add a new one, write +{name}=...")
+    raise _unknown(name, known, "" if section in SECTIONS else _TO_ADD.format(name))
 
 
 def _flat(node, path=""):

@@ -134,6 +134,8 @@ def test_what_is_not_there_yet_is_refused_under_the_name_that_was_written(overri
         ("train.acumulate_steps=2", "train.accumulate_steps"),
         ("train.max_itr=3", "train.max_iter"),
         ("train.checkpointer.periot=3", "train.checkpointer.period"),
+        ("trian.amp.enabled=True", "train.amp.enabled"),  # Found: trained without AMP and without a word
+        ("optimiser=3", "optimizer"),
     ],
 )
 def test_a_misspelt_override_is_an_error_with_the_nearest_name(override, near):
