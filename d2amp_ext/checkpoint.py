@@ -105,6 +105,8 @@ class PrecisionCheckpointer(DetectionCheckpointer):
         if resume and self.save_dir:
             lightning_files.check_tool(self.save_dir, candidates, lightning=False)
         if not candidates:
+            if resume:
+                logger.info(f"Nothing to resume in {self.save_dir!r}: starting from {path or 'random weights'}.")
             return self.load(path, checkpointables=[])
         problems = []
         for candidate in candidates:

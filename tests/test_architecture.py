@@ -157,7 +157,7 @@ ALLOWED = {
     "commands": "",
     "commands.flags": "",
     "commands.train": "checkpoint commands.flags config config_files default_trainer launch preflight",
-    "commands.lazy": "build checkpoint commands.flags config_files evaluation hooks launch lazy monitor policy preflight "
+    "commands.lazy": "build checkpoint commands.flags config_files errors evaluation hooks launch lazy monitor policy preflight "
                      "resume",
     "commands.run": "errors patches.current patches.table",
     "commands.lightning": "_compat checkpoint commands.flags config config_files errors launch lightning lightning.names "

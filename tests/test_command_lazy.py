@@ -169,6 +169,7 @@ def test_a_retinanet_of_the_zoo_trains_in_bf16(here):
         (["train.max_iter=0"], ["train.max_iter", "0"]),
         (["train.amp.trainer=Nobody", "train.amp.enabled=True"], ["train.amp.trainer", "Nobody", "AMPTrainer"]),
         (["SOLVER.MAX_ITER", "3"], ["train.max_iter=3"]),
+        (["optimizer.lrr=1"], ["`optimizer`", "lrr"]),
     ],
 )
 def test_a_mistake_is_one_clear_error_and_status_2(here, capsys, opts, words):

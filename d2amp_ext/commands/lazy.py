@@ -62,6 +62,23 @@ def main(args):
     return do_test(config, cfg, model)
 
 
+def _make(config, name):
+    """What a part of the config describes.
+
+    Raises:
+        UserError: when it is called with an argument that it does not take, or without one that it needs.
+    """
+    from detectron2.config import instantiate
+    from omegaconf import OmegaConf
+
+    from ..errors import UserError
+
+    try:
+        return instantiate(OmegaConf.select(config, name))
+    except TypeError as error:
+        raise UserError(f"`{name}` of the config cannot be made: {error}. Check the names of its arguments.") from error
+
+
 def do_test(config, cfg, model):
     """Evaluates with the config's evaluator, if it has one, in the precision of `train.eval_amp`."""
     from detectron2.config import instantiate
@@ -82,7 +99,6 @@ def do_test(config, cfg, model):
 
 def do_train(config, cfg, args):
     """Trains with the parts that the config describes, from the start or from the last checkpoint."""
-    from detectron2.config import instantiate
     from detectron2.engine import default_writers
     from detectron2.engine import hooks as stock_hooks
     from detectron2.utils import comm
@@ -98,19 +114,19 @@ def do_train(config, cfg, args):
 
     logger = logging.getLogger("d2amp_ext.lazy")
     train = config.train
-    model = instantiate(config.model).to(cfg.MODEL.DEVICE)
+    model = _make(config, "model").to(cfg.MODEL.DEVICE)
     logger.info(f"Model:\n{model}")
     text = config_text(config)  # before the model is in it
     config.optimizer.params.model = model
-    optimizer = instantiate(config.optimizer)
-    loader = instantiate(config.dataloader.train)
+    optimizer = _make(config, "optimizer")
+    loader = _make(config, "dataloader.train")
     model = wrap_model(model, **train.get("ddp", {}))
     policy = PrecisionPolicy.from_cfg(cfg).resolve(cfg.MODEL.DEVICE, "Precision of training")
     with lazy_names():
         trainer = build_inner_trainer(cfg, policy, model, loader, optimizer)
     write_bundles(cfg, trainer, text, "lazy")
 
-    scheduler = instantiate(config.lr_multiplier)
+    scheduler = _make(config, "lr_multiplier")
     if isinstance(scheduler, ParamScheduler):  # made now, so that a checkpoint can restore it
         scheduler = build_lr_multiplier(optimizer, scheduler, train.max_iter)
     resume_state = ResumeState(weakref.proxy(trainer), loader)
