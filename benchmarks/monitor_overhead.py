@@ -30,6 +30,7 @@ from detectron2.utils.events import EventStorage
 
 from d2amp_ext import AMPTrainer, PrecisionPolicy, load_cfg
 from d2amp_ext.data.register import register_datasets
+from d2amp_ext.doctor.machine import cpu_model
 from d2amp_ext.monitor import build_monitor_hooks, place
 
 LIMIT = 1.01
@@ -115,7 +116,7 @@ def main():
         "limit": LIMIT,
         "losses_identical": losses[0] == losses[1] and len(losses[0]) == (args.periods + 1) * PERIOD,
         "scalars": len([name for name in watched.storage.histories() if name.startswith(("precision/", "speed/", "memory/"))]),
-        "machine": {"processor": _processor(), "device": args.device, "torch": torch.__version__,
+        "machine": {"processor": cpu_model(), "device": args.device, "torch": torch.__version__,
                     "python": platform.python_version(), "threads": 1},
     }  # fmt: skip
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
@@ -126,14 +127,6 @@ def main():
     print(f"  ratio, median of pairs {result['median_ratio']:8.4f}   (limit {LIMIT})")
     print(f"  of processor time      {result['median_processor_time_ratio']:8.4f}")
     print(f"  losses identical       {result['losses_identical']}")
-
-
-def _processor():
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
+
+from d2amp_ext.doctor.machine import cpu_model
 
 HERE = Path(__file__).resolve().parent
 CONFIG = "nuclei/faster_rcnn_R_50_FPN_narrow.yaml"
@@ -89,7 +92,7 @@ def main():
         "config": args.config_file,
         "overrides": opts,
         "AP": compare(runs, args.precisions),
-        "machine": {"processor": _processor(), "torch": _torch_version(), "python": platform.python_version(), "threads": 1},
+        "machine": {"processor": cpu_model(), "torch": version("torch"), "python": platform.python_version(), "threads": 1},
         "runs": runs,
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -98,20 +101,6 @@ def main():
     for precision, row in report["AP"].items():
         print(f"{precision}: AP {row['mean']} ({row['min']} to {row['max']}), within the spread of fp32: {row['within']}")
     return not all(row["within"] for row in report["AP"].values())
-
-
-def _processor():
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _torch_version():
-    from importlib.metadata import version
-
-    return version("torch")
 
 
 if __name__ == "__main__":

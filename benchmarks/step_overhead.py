@@ -27,6 +27,7 @@ from detectron2.utils.events import EventStorage
 
 from d2amp_ext import AMPTrainer, PrecisionPolicy, load_cfg
 from d2amp_ext.data.register import register_datasets
+from d2amp_ext.doctor.machine import cpu_model
 
 LIMIT = 1.02
 
@@ -94,7 +95,7 @@ def main():
         "total_ratio": round(sum(seconds[1]) / sum(seconds[0]), 4),
         "limit": LIMIT,
         "losses_identical": losses[0][:common] == losses[1][:common] and common > 0,
-        "machine": {"processor": _processor(), "torch": torch.__version__, "python": platform.python_version(), "threads": 1},
+        "machine": {"processor": cpu_model(), "torch": torch.__version__, "python": platform.python_version(), "threads": 1},
     }
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
@@ -103,14 +104,6 @@ def main():
     print(f"  AMPTrainer, fp32       {result['ours_median_ms']:8.2f} ms (median)")
     print(f"  ratio, median of pairs {result['median_ratio']:8.4f}   (limit {LIMIT})")
     print(f"  losses identical       {result['losses_identical']}")
-
-
-def _processor():
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

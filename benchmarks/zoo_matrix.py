@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 from detectron2.config import LazyCall, LazyConfig, get_cfg, instantiate
-from detectron2.evaluation import DatasetEvaluator  # noqa: F401  (its modules register what configs name)
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import build_model
 from detectron2.modeling.backbone import ResNet
@@ -33,6 +32,7 @@ from omegaconf import OmegaConf
 from d2amp_ext import AMPTrainer, PrecisionPolicy, ScalerOptions
 from d2amp_ext.audit.choices import Choices
 from d2amp_ext.config_files import read_yaml, zoo_dir
+from d2amp_ext.doctor.machine import cpu_model
 from d2amp_ext.evaluation import evaluating
 from d2amp_ext.numerics.island import tensors_in
 
@@ -266,17 +266,12 @@ def main():
         rows.append(row)
         cells = [row.get(key, "-").split(":")[0] for key in ("fp32", "bf16", "bf16_stock", "fp16", "fp16_stock")]
         print(f"{' '.join(cells):32} {time.perf_counter() - start:5.1f} s  {names[0]} (+{len(names) - 1})", flush=True)
-    machine = {"cpu": cpu(), "torch": torch.__version__, "python": platform.python_version(), "detectron2": detectron2_build()}
+    machine = {"cpu": cpu_model(), "torch": torch.__version__, "python": platform.python_version(), "detectron2": detectron2_build()}
     report = {"machine": machine, "rows": rows, "unreadable": unreadable}
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(report, indent=1) + "\n")
     args.table.write_text(table(report))
     return any(row.get(key, "pass") != "pass" for row in rows for key in ("bf16", "fp16"))
-
-
-def cpu():
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def detectron2_build():

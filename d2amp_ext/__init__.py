@@ -4,7 +4,7 @@ Importing this package is cheap: it registers nothing and imports neither torch 
 they are first used.
 """
 
-import importlib
+from .exports import lazy_names
 
 __version__ = "0.1.0"
 
@@ -32,22 +32,4 @@ _EXPORTS = {
 }
 
 __all__ = sorted(_EXPORTS)
-
-
-def __getattr__(name):
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        module = importlib.import_module(f".{_EXPORTS[name]}", __name__)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith(__name__):
-            raise
-        from ._compat import missing_package_error
-
-        raise missing_package_error(f"{__name__}.{name}", error) from error
-    value = globals()[name] = getattr(module, name)
-    return value
-
-
-def __dir__():
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(globals(), _EXPORTS)

@@ -99,7 +99,7 @@ class PrecisionCheckpointer(DetectionCheckpointer):
 
         Raises:
             CheckpointError: when checkpoints are there and none can be read, or `path` cannot.
-        UserError: when the newest checkpoint is one of Lightning's.
+            UserError: when the newest checkpoint is one of Lightning's.
         """
         candidates = self.resume_candidates() if resume else []
         if resume and self.save_dir:

@@ -168,8 +168,8 @@ class PrecisionTrainerMixin:
     def before_train(self):
         inner = self._trainer
         inner.max_iter = self.max_iter
-        if hasattr(inner, "follow_writers"):
-            inner.follow_writers(self._hooks)
+        if hasattr(inner, "get_ready"):
+            inner.get_ready(self._hooks)
         super().before_train()
         hooks.restore(self, self._resume_state, inner)
 

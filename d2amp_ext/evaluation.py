@@ -20,6 +20,7 @@ from torch import nn
 
 from .errors import UserError
 from .numerics.protect import protect
+from .numerics.shield import report_frozen_scales
 
 
 def _coco(name, folder):
@@ -105,6 +106,7 @@ def in_precision(model, policy):
     if policy.precision == "off":
         return model
     protect(model, policy)
+    report_frozen_scales(model)
     return AutocastModel(model, policy)
 
 

@@ -28,13 +28,15 @@ def world_size(args):
     return int(os.environ["WORLD_SIZE"]) if under_torchrun() else local_processes(args) * args.num_machines
 
 
-def launch(main, args):
+def launch(main, args, check=None):
     """Runs `main(args)` in every process of the run.
 
     Args:
         main (callable): module-level, so that spawned processes can import it.
         args (Namespace): with num_gpus (processes on this machine), num_machines, machine_rank and dist_url, as
             Detectron2's `default_argument_parser` makes them. Under torchrun its variables count instead.
+        check (callable or None): `check(args)` is called here before several processes are started, so that a mistake is
+            reported once, and not by every rank.
 
     Returns:
         what `main` returns when it runs in this process, else None.
@@ -48,6 +50,8 @@ def launch(main, args):
             f"--num-gpus {args.num_gpus} --num-machines {args.num_machines} --machine-rank {args.machine_rank}: "
             "the first must not be negative, the last must be below the number of machines."
         )
+    if check is not None and local_processes(args) > 1:
+        check(args)
     if world_size(args) == 1:
         return main(args)
     detectron2_launch(

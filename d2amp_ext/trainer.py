@@ -19,6 +19,7 @@ from .errors import UserError
 from .metrics import MetricBuffer
 from .numerics.investigate import Investigator
 from .numerics.protect import protect
+from .numerics.shield import report_frozen_scales
 from .numerics.statistics import RunningStatistics
 from .policy import PrecisionPolicy
 from .step import NonFiniteError, StepRecord, amp_step, describe_step
@@ -120,15 +121,18 @@ class AMPTrainer(_AMPTrainer):
         return "; ".join(filter(None, [self.policy.describe(), kept]))
 
     def before_train(self):
-        self.follow_writers(self._hooks)
+        self.get_ready(self._hooks)
         super().before_train()
 
-    def follow_writers(self, hooks):
-        """Makes losses arrive before any writer writes. Every rank must call it.
+    def get_ready(self, hooks):
+        """Before the first step, with weights loaded: looks at these, and makes losses arrive before any writer writes.
+
+        Every rank must call it.
 
         Args:
             hooks (list[HookBase]): of the trainer that runs the loop; only the main rank has writers.
         """
+        report_frozen_scales(self.model)
         periods = [hook._period for hook in hooks if isinstance(hook, PeriodicWriter)]
         periods = [period for rank in comm.all_gather(periods) for period in rank]
         self.gather_metric_period = math.gcd(self.gather_metric_period, *periods)

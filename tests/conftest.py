@@ -123,6 +123,14 @@ def lazy_sampler(seed=42):
 
 
 @pytest.fixture
+def here(tmp_path, monkeypatch, datasets_dir, fresh_loggers):
+    """An empty working directory, and the data folder of the session."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DETECTRON2_DATASETS", str(datasets_dir))
+    return tmp_path
+
+
+@pytest.fixture
 def fresh_loggers():
     """Detectron2 sets a logger up once a process and keeps its streams: forget them before and after a test."""
     import logging

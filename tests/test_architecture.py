@@ -20,7 +20,8 @@ FOUNDATION = "_compat errors"  # what every module may import
 # An edge that is not here is an error, and so is one that nobody uses.
 ALLOWED = {
     # the ground
-    ".": "_compat",
+    ".": "exports",
+    "exports": "_compat",
     "errors": "",
     "_compat": "",
     "keys": "",
@@ -33,8 +34,8 @@ ALLOWED = {
     "policy": "_compat errors precisions",
     "scaling": "errors",
     # policy -> trainer -> step -> metrics
-    "trainer": "_compat errors metrics numerics.investigate numerics.protect numerics.statistics policy random_state "
-    "scaler_state step",
+    "trainer": "_compat errors metrics numerics.investigate numerics.protect numerics.shield numerics.statistics policy "
+    "random_state scaler_state step",
     "scaler_state": "",
     "step": "errors guard",
     "guard": "_compat",
@@ -46,7 +47,7 @@ ALLOWED = {
     "checkpoint": "errors files lightning_files",
     "lightning_files": "errors",
     "files": "",
-    "evaluation": "errors numerics.protect",
+    "evaluation": "errors numerics.protect numerics.shield",
     # what stays in fp32
     "numerics": "",
     "numerics.island": "",
@@ -115,7 +116,7 @@ ALLOWED = {
     # what install() exchanges in Detectron2
     "patches": "",
     "patches.current": "config data.register keys lazy",
-    "patches.configs": "_compat config data.register keys lazy patches.current",
+    "patches.configs": "_compat config data.register lazy patches.current",
     "patches.loops": "_compat",
     "patches.models": "errors evaluation numerics.protect patches.current patches.loops policy step",
     "patches.updates": "patches.current patches.models step",
@@ -126,7 +127,7 @@ ALLOWED = {
     "patches.table": "config data.register patches.configs patches.current patches.loops patches.models patches.processes "
     "patches.trainers patches.updates",
     # with Lightning
-    "lightning": "_compat",  # and its own modules, by name
+    "lightning": "_compat exports",  # and its own modules, by name
     "lightning.names": "errors precisions",
     "lightning.window": "",
     "lightning.retry": "random_state",
@@ -137,7 +138,7 @@ ALLOWED = {
     "lightning.loop": "default_trainer errors trainer",
     "lightning.module": "_compat default_trainer errors evaluation hooks launch lightning.checkpoint lightning.data lightning.loop "
     "lightning.precision policy step",
-    "lightning.options": "errors lightning.checkpoint lightning.precision policy",
+    "lightning.options": "errors lightning.checkpoint lightning.names lightning.precision policy",
     # the set-up, which must run before torch and Detectron2 are there
     "installer": "",
     "installer.probe": "",
@@ -161,7 +162,7 @@ ALLOWED = {
                      "resume",
     "commands.run": "errors patches.current patches.table",
     "commands.lightning": "_compat checkpoint commands.flags config config_files errors launch lightning lightning.names "
-    "lightning.options lightning_files preflight",
+    "lightning.options lightning_files policy preflight",
     "commands.predict": "checkpoint config config_files errors predictions predictor",
     "commands.replay": "checkpoint config config_files errors launch lazy numerics.bundle numerics.finding numerics.locate "
     "numerics.protect policy precisions random_state",
@@ -175,7 +176,7 @@ ALLOWED = {module: set(names.split()) for module, names in ALLOWED.items()}
 
 # Modules that may import nothing but the ground, and what needs neither torch nor Detectron2 to be imported.
 GROUNDED = {"policy": {"precisions"}, "precisions": set(), "step": {"guard"}, "guard": set(), "errors": set(), "_compat": set()}
-WITHOUT_TORCH = [".", "errors", "_compat", "keys", "cli", "commands", "commands.flags", "commands.train", "commands.lazy",
+WITHOUT_TORCH = [".", "errors", "_compat", "exports", "keys", "cli", "commands", "commands.flags", "commands.train", "commands.lazy",
                  "commands.run", "commands.lightning", "lightning", "commands.predict", "commands.replay", "commands.audit",
                  "commands.demo", "commands.doctor", "doctor", "doctor.devices", "doctor.lines", "doctor.machine", "doctor.packages",
                  "doctor.storage", "installer", "installer.environment", "installer.probe", "installer.steps", "installer.venv",

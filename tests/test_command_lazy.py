@@ -18,14 +18,6 @@ MICRO = ["--config-file", "quick/faster_rcnn_micro.py"]
 CPU = ["train.device=cpu", "train.log_period=1"]
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch, datasets_dir, fresh_loggers):
-    """An empty working directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DETECTRON2_DATASETS", str(datasets_dir))
-    return tmp_path
-
-
 def losses(folder):
     """{iteration: {name: value}} of the losses and the learning rate in metrics.json."""
     lines = [json.loads(line, parse_constant=pytest.fail) for line in (folder / "metrics.json").read_text().splitlines()]

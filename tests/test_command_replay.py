@@ -17,14 +17,6 @@ MICRO = ["--config-file", "quick/faster_rcnn_micro.yaml", "MODEL.DEVICE", "cpu",
 DIVERGE = ["SOLVER.BASE_LR", "1e6", "SOLVER.AMP.PRECISION", "bf16", "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "0"]
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch, datasets_dir, fresh_loggers):
-    """An empty working directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DETECTRON2_DATASETS", str(datasets_dir))
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
 def gone_wrong(tmp_path_factory, run_tool):
     """A run that gave up, with the weights in its bundle."""

@@ -17,13 +17,6 @@ SHORT = ["--config-file", "quick/faster_rcnn_micro.yaml", "SOLVER.MAX_ITER", "4"
          "TEST.PRECISE_BN.NUM_ITER", "2", "TEST.EVAL_PERIOD", "0"]  # fmt: skip
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch, datasets_dir, fresh_loggers):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DETECTRON2_DATASETS", str(datasets_dir))
-    return tmp_path
-
-
 def test_it_trains_evaluates_compares_draws_and_says_where_to_look(here, capsys):
     assert main(["demo", "--precision", "bf16", *SHORT]) == 0
     folder = here / "output" / "demo"

@@ -179,7 +179,7 @@ def test_threads_may_install_and_uninstall_at_once():
         try:
             for _ in range(10):
                 d2amp_ext.install()
-                assert default.DefaultTrainer.__init__ and _C.MODEL.META_ARCHITECTURE
+                assert default.DefaultTrainer.__init__ and get_cfg().MODEL.META_ARCHITECTURE
                 d2amp_ext.uninstall()
         except BaseException as error:
             errors.append(error)

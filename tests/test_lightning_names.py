@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from d2amp_ext import UserError, load_cfg
-from d2amp_ext.lightning.names import PAST_THE_POLICY, SHOWN, apply_precision
+from d2amp_ext import PrecisionPolicy, UserError, load_cfg
+from d2amp_ext.lightning.names import OWN_PRECISION, PAST_THE_POLICY, SHOWN, apply_precision, leave_to_strategy
 
 
 def lightnings_names():
@@ -69,3 +69,22 @@ def test_what_goes_past_the_policy_says_so(caplog, name):
 def test_an_unknown_name_gets_the_list_and_the_nearest():
     with pytest.raises(UserError, match="--precision 16-mixd is no precision.*tf32.*transformer-engine.*Did you mean '16-mixed'"):
         apply_precision(load_cfg(), "16-mixd")
+
+
+@pytest.mark.parametrize("precision, shown", [("bf16", "bf16-mixed"), ("16", "16-mixed"), ("fp32", "32-true")])
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_2", "FSDP"])
+def test_a_strategy_with_a_precision_of_its_own_computes_in_what_the_config_says(caplog, strategy, precision, shown):
+    cfg = load_cfg(opts=["MODEL.DEVICE", "cpu", "SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.PRECISION", precision])
+    assert leave_to_strategy(cfg, strategy, PrecisionPolicy.from_cfg(cfg)) == shown
+    assert not cfg.SOLVER.AMP.ENABLED and f"--strategy {strategy}" in caplog.text and shown in caplog.text
+    assert leave_to_strategy(cfg, strategy, PrecisionPolicy.from_cfg(cfg)) is None  # AMP is off
+
+
+def test_all_other_strategies_take_the_policy(caplog):
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    cfg = load_cfg(opts=["SOLVER.AMP.ENABLED", "True"])
+    others = [name for name in ("auto", *StrategyRegistry) if not name.startswith(OWN_PRECISION)]
+    assert "ddp" in others and "single_device" in others
+    assert {leave_to_strategy(cfg, name, PrecisionPolicy.from_cfg(cfg)) for name in others} == {None}
+    assert cfg.SOLVER.AMP.ENABLED and not caplog.text

@@ -73,13 +73,6 @@ def by_hand(precision):
 ROADS = {"lazy": by_lazy, "run": by_run, "lightning": by_lightning, "hand": by_hand}
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch, datasets_dir, fresh_loggers):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DETECTRON2_DATASETS", str(datasets_dir))
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory, datasets_dir):
     """The weights and losses of the YAML road, once for each precision."""

@@ -13,14 +13,6 @@ MICRO = ["--config-file", "quick/faster_rcnn_micro.yaml"]
 SHORT = ["SOLVER.MAX_ITER", "3", "SEED", "1"]
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch, datasets_dir, fresh_loggers):
-    """An empty working directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DETECTRON2_DATASETS", str(datasets_dir))
-    return tmp_path
-
-
 def lines_of(folder):
     text = (folder / "metrics.json").read_text()
     return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]

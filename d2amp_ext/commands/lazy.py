@@ -29,11 +29,9 @@ def add_arguments(parser):
 
 def run(args):
     """Checks everything that can be checked without processes, then launches them. Returns the exit status."""
-    from ..launch import launch, local_processes
+    from ..launch import launch
 
-    if local_processes(args) > 1:
-        _load(args)  # a mistake is reported once, here, and not by every rank
-    launch(main, args)
+    launch(main, args, check=_load)
     return 0
 
 

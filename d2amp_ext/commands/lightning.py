@@ -44,7 +44,7 @@ def run(args):
     """Checks everything that can be checked without processes, then launches them. Returns the exit status."""
     from .. import _compat
     from ..errors import UserError
-    from ..launch import launch, local_processes
+    from ..launch import launch
 
     try:
         _compat.check_lightning()
@@ -53,9 +53,7 @@ def run(args):
     except ImportError as error:
         raise UserError(str(error)) from error
     _merge_counts(args)
-    if local_processes(args) > 1:
-        _load(args)  # a mistake is reported once, here, and not by every rank
-    return launch(main, args) or 0
+    return launch(main, args, check=_load) or 0
 
 
 def main(args):
@@ -154,10 +152,11 @@ def _load(args):
     from detectron2.utils import comm
     from detectron2.utils.logger import setup_logger
 
-    from ..config import read_cfg
+    from ..config import check_cfg, read_cfg
     from ..config_files import find_config
     from ..launch import choose_device, world_size
-    from ..lightning.names import apply_precision
+    from ..lightning.names import apply_precision, leave_to_strategy
+    from ..policy import PrecisionPolicy
     from ..preflight import check_output, check_run
 
     if args.config_file:
@@ -169,5 +168,7 @@ def _load(args):
     if args.accelerator == "cpu" or args.num_gpus == 0:
         cfg.MODEL.DEVICE = "cpu"
     choose_device(cfg)
+    check_cfg(cfg)
+    precision = precision or leave_to_strategy(cfg, args.strategy, PrecisionPolicy.from_cfg(cfg))
     check_run(cfg, train=not args.eval_only, resume=args.resume, world_size=world_size(args))
     return cfg, precision

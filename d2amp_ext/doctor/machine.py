@@ -62,13 +62,18 @@ def write_facts(path):
             out.flush()
 
 
-def cpu():
-    """`model` (str), `allowed` CPUs, and what `_precisions` says."""
+def cpu_model():
+    """The processor's name."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         rows = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         model = next((row.split(":", 1)[1].strip() for row in rows if row.startswith("model name")), model)
-    return {"model": model, "allowed": allowed_cpus(), **_precisions("cpu")}
+    return model
+
+
+def cpu():
+    """`model` (str), `allowed` CPUs, and what `_precisions` says."""
+    return {"model": cpu_model(), "allowed": allowed_cpus(), **_precisions("cpu")}
 
 
 def allowed_cpus(quota_file="/sys/fs/cgroup/cpu.max"):

@@ -7,9 +7,8 @@ A LightningModule of one's own takes the policy alone: `Trainer(plugins=[PolicyP
 Names are loaded, and Lightning is asked for, when they are first used.
 """
 
-import importlib
-
 from .. import _compat
+from ..exports import lazy_names
 
 # Public name -> module of this package that defines it.
 _EXPORTS = {
@@ -20,21 +19,4 @@ _EXPORTS = {
 }
 
 __all__ = sorted(_EXPORTS)
-
-
-def __getattr__(name):
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        _compat.check_lightning()
-        module = importlib.import_module(f".{_EXPORTS[name]}", __name__)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith(__name__):
-            raise
-        raise _compat.missing_package_error(f"{__name__}.{name}", error) from error
-    value = globals()[name] = getattr(module, name)
-    return value
-
-
-def __dir__():
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(globals(), _EXPORTS, _compat.check_lightning)

@@ -20,6 +20,9 @@ PAST_THE_POLICY = {
     "transformer-engine": "transformer-engine",
     "transformer-engine-float16": "transformer-engine-float16",
 }
+# Strategies that take no precision plugin but their own.
+OWN_PRECISION = ("fsdp", "deepspeed", "xla", "single_xla", "single_tpu")
+
 # Lightning's names for what our policy does, where they are no spellings of SOLVER.AMP.PRECISION already.
 _OURS = {"bf16": "bf16", "16": "fp16", "32": "fp32", "16-mixed": "fp16", "bf16-mixed": "bf16", "32-true": "fp32"}
 
@@ -62,6 +65,37 @@ def apply_precision(cfg, value):
     else:
         logger.info(f"{text}: in Lightning's words {SHOWN[ours]}.")
     return past
+
+
+def leave_to_strategy(cfg, strategy, policy):
+    """Turns SOLVER.AMP off where a strategy has a precision of its own, which then computes in what the policy says.
+
+    Args:
+        cfg (CfgNode): changed in place.
+        strategy (str): a name of Lightning's.
+        policy (PrecisionPolicy): of training, not resolved.
+
+    Returns:
+        str or None: Lightning's name of the precision for that strategy; None where the policy decides.
+
+    Raises:
+        UserError: for micro-batches, which need our policy.
+    """
+    if policy.precision == "off" or not strategy.lower().startswith(OWN_PRECISION):
+        return None
+    if cfg.SOLVER.ACCUMULATE_STEPS > 1:
+        raise UserError(
+            f"--strategy {strategy} has a precision of its own, without which SOLVER.ACCUMULATE_STEPS = "
+            f"{cfg.SOLVER.ACCUMULATE_STEPS} cannot be guarded. Set it to 1, or choose --strategy ddp."
+        )
+    cfg.SOLVER.AMP.ENABLED = False
+    shown = SHOWN[policy.resolve(cfg.MODEL.DEVICE, "Precision of training").precision]
+    logger.warning(
+        f"--strategy {strategy} has a precision of its own: it computes in {shown}, as SOLVER.AMP.PRECISION "
+        f"{cfg.SOLVER.AMP.PRECISION} says (set SOLVER.AMP.ENABLED False). Its gradient scaler is its own, and no step is "
+        "skipped; no other key of SOLVER.AMP has an effect. With --strategy ddp they have."
+    )
+    return shown
 
 
 def _parse(value, name):

@@ -16,10 +16,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from ..errors import UserError
 from ..policy import PrecisionPolicy
 from .checkpoint import PlainCheckpointIO
+from .names import OWN_PRECISION
 from .precision import PolicyPrecision
-
-# Strategies that bring a precision plugin, and sometimes a scaler, of their own.
-_OWN_PRECISION = ("fsdp", "deepspeed", "xla", "single_xla", "single_tpu")
 
 
 def trainer_options(cfg, *, trust=False):
@@ -107,7 +105,7 @@ def _strategy(name, cfg, has_policy):
         raise UserError(f"--strategy {name} is none of Lightning's. Valid: auto, {', '.join(sorted(StrategyRegistry))}.{hint}")
     cls, arguments = StrategyRegistry[name]["strategy"], StrategyRegistry[name]["init_params"]
     if cls is not DDPStrategy:
-        if has_policy and name.startswith(_OWN_PRECISION):
+        if has_policy and name.startswith(OWN_PRECISION):
             raise UserError(
                 f"--strategy {name} works with a precision of its own only, and not with the policy of SOLVER.AMP. "
                 "Choose ddp, or set SOLVER.AMP.ENABLED False and --precision to one past the policy, such as bf16-true."

@@ -8,7 +8,7 @@ from .. import _compat
 from ..errors import UserError
 from .island import unwrapped
 from .modules import keep_in_fp32
-from .shield import Protection, report_frozen_scales, shield
+from .shield import Protection, shield
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,6 @@ def protect(model, policy):
     # The modules first: a shielded one that is named, too, is an island as a whole.
     islands = keep_in_fp32(model, policy.fp32_modules) if policy.precision != "off" else {}
     shielded, left_alone = shield(model) if is_low and policy.shield else ({}, ())
-    if is_low:
-        report_frozen_scales(model)
     protection = Protection(shielded, left_alone, islands)
     if islands or is_low and policy.shield:
         logger.info(f"Of this model: {protection.describe()}.")

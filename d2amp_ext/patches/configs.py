@@ -1,6 +1,5 @@
 """Configs of unedited code: they know our keys, and the one used last is the one that counts."""
 
-import contextlib
 import logging
 
 from detectron2.config.defaults import _C
@@ -8,32 +7,23 @@ from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
 from .. import _compat
-from ..config import add_amp_config, holds
+from ..config import add_amp_config
 from ..data.register import register_named
-from ..keys import DEFAULTS
 from ..lazy import cfg_of
 from . import current
 
 
-@contextlib.contextmanager
-def keys_in_defaults():
-    """A context in which Detectron2's `get_cfg` gives a config with our keys."""
-    kind, missing = type(_C), [key for key in DEFAULTS if not holds(_C, key)]
-    add_amp_config(_C)
-    try:
-        yield
-    finally:
-        object.__setattr__(_C, "__class__", kind)
-        for key in missing:
-            _remove(_C, key.split("."))
+def cloning(stock):
+    """Of CfgNode.clone, by which `get_cfg` copies Detectron2's defaults. These stay as they are: another thread may be
+    copying them just now."""
 
+    def clone(self):
+        copied = stock(self)
+        if self is _C:
+            add_amp_config(copied)
+        return copied
 
-def _remove(node, path):
-    """Removes a key, and the sections that are empty without it."""
-    if len(path) > 1:
-        _remove(node[path[0]], path[1:])
-    if len(path) == 1 or not node[path[0]]:
-        del node[path[0]]
+    return clone
 
 
 def merging(name):

@@ -23,6 +23,7 @@ from . import configs, current, loops, models, processes, trainers, updates
 
 # Object, attribute, and a function from what it was to what takes its place.
 ATTRIBUTES = [
+    (CfgNode, "clone", configs.cloning),
     (CfgNode, "merge_from_file", configs.merging("merge_from_file")),
     (CfgNode, "merge_from_list", configs.merging("merge_from_list")),
     (CfgNode, "merge_from_other_cfg", configs.merging("merge_from_other_cfg")),
@@ -49,7 +50,7 @@ FUNCTIONS = [
     (launch, processes.launching),
 ]
 # Contexts for what is no attribute.
-CONTEXTS = [configs.keys_in_defaults, loops.forgetting, models.serving, updates.watching]
+CONTEXTS = [loops.forgetting, models.serving, updates.watching]
 
 _ABSENT = object()
 _lock = threading.RLock()
